@@ -24,7 +24,7 @@ from shardwise.comm.world import Axis
 
 PAIR_ELEMENTS: Final = 2**18
 SLOW: Final = 2.0  # a link this many times slower than the median link is slow
-ALL_PAIRS: Final = 8  # the most ranks of which every pair is measured
+ALL_PAIRS: Final = 8  # up to so many ranks, every pair is measured
 TRIES: Final = 7
 PAIR_S: Final = 0.1  # seconds of a pair after which it begins no other try
 

@@ -43,7 +43,7 @@ def kept_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def kept_values(batch: Any) -> Iterator[None]:
-    """Restore the tensors of `batch` to which a forward writes, of which no gradient is needed."""
+    """Restore tensors of `batch` that a forward writes and that need no gradient."""
     found = [x for x in leaves(batch, Tensor, objects=True) if not x.is_inference()]
     before = [(x, x._version, x.detach().clone()) for x in found]
     yield

@@ -332,7 +332,7 @@ def init(device: str | None = None, *, shared_memory: bool | None = None) -> Wor
 
 
 def _links_of_program(device: torch.device, shared_memory: bool | None) -> TorchLinks:
-    """The links over the default group of the program: those of an earlier call if they fit."""
+    """The links over the program's default group; an earlier call's if they fit."""
     links = TorchLinks.of_process
     if links is None or not links.same(device.type, shared_memory):
         links = TorchLinks(ours=False, device_type=device.type, shared_memory=shared_memory)

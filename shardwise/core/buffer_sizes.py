@@ -94,7 +94,7 @@ def most_at_once(moments: Iterable[Counter[int]]) -> Slots:
 def gradient_slots(units: Sequence[Sequence[int]], in_flight: int) -> Slots:
     """The slots for gradients that are reduced and freed unit by unit.
     `units` has the bytes of each gradient of each unit, in the order of the forward pass.  While
-    one unit's gradients are computed, those of `in_flight` units after it are being reduced.
+    one unit's gradients are computed, `in_flight` units after it are being reduced.
     """
     sizes = [Counter(unit) for unit in units if unit]
     windows = (sizes[k : k + in_flight + 1] for k in range(len(sizes)))

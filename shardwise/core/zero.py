@@ -308,6 +308,6 @@ class Event(NamedTuple):
 def by_tier(
     device: Mapping[str, int], host: Mapping[str, int], disk: Mapping[str, int]
 ) -> dict[str, int]:
-    """Bytes by category on the device, and those that are not zero in host memory and on a disk."""
+    """Bytes by category on the device, and by category and tier elsewhere if not zero."""
     found = {**device} | {f"{name} on the host": count for name, count in host.items() if count}
     return found | {f"{name} on disk": count for name, count in disk.items() if count}

@@ -75,7 +75,7 @@ class Heads:
     axes: list[TracedAxis] = field(default_factory=list[TracedAxis])
 
     def take(self, group: LayerGroup) -> bool:
-        """Whether the group's axis counts key heads that are those of the table."""
+        """Whether the group's axis counts the key heads of the table."""
         if group.widths == {1}:
             return False
         kv, heads = group.axis.size, group.axis.size * max(group.widths) // min(group.widths)

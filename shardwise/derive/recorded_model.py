@@ -1,7 +1,7 @@
 """The predictions of one model under many plans, from few recorded passes.
 
-    passes       of a microbatch, for each size of tp and cp, and each number of rows; of a deep
-                 model those of copies with few of its equal blocks (repeated.py)
+    passes       of a microbatch, for each size of tp and cp, and each number of rows; for a deep
+                 model of copies with few of its equal blocks (repeated.py)
     structure    units, layouts and stages, for each mesh
     cuts         what crosses each place where a stage may begin, in one trace
     shapes       the part of a rank, for each mesh and row of the states table
@@ -43,7 +43,7 @@ from shardwise.observe.meta_pass import UNKNOWN
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.rank_shape import parts_on, shape_on
 
-#: The plan of which precision and options are common to all predictions.
+#: The plan whose precision and options all predictions share.
 PLAIN: Final = Plan(precision="bf16")
 
 
@@ -124,7 +124,7 @@ class RecordedModel:
         return replace(PLAIN, axes=axes, context=plan.context, sp=plan.sp)
 
     def _recorded(self, plan: Plan, rows: int) -> RecordedPass:
-        """The pass of the model, if possible from those of copies with fewer blocks."""
+        """The pass of the model, if possible from passes of copies with fewer blocks."""
         blocks, known, is_linear = self.blocks, list[Prediction](), self.linear.get(plan)
 
         def record(depth: int) -> list[ModelPass]:

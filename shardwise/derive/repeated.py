@@ -1,4 +1,4 @@
-"""The recorded pass of a deep model, from those of copies with few of its equal blocks.
+"""The recorded pass of a deep model, from passes of copies with few of its equal blocks.
 
     3 blocks    embed  0 1 2      norm head      head norm  2 1 0      embed
     4 blocks    embed  0 1 2 3    norm head      head norm  3 2 1 0    embed

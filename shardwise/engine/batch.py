@@ -181,7 +181,7 @@ def _samples(batch: Any, count: Count) -> int | None:
     fewer = _over_rows(lambda x: x if isinstance(x, Tensor) else x[1:], batch, asked)
     try:
         return asked if asked and count(fewer) == asked - 1 else None
-    except Exception:  # noqa: BLE001 -- of fields, of which one is missing now
+    except Exception:  # noqa: BLE001 -- lists are fields, and one is missing now
         return None
 
 

@@ -93,7 +93,7 @@ class Engine:
             over_stages=self._over_stages,
             clip=training.clip,
         )
-        self.steps = self.steps_run = 0  # of the run; of these, the steps of this engine
+        self.steps = self.steps_run = 0  # of the run, and of this engine
         self.coming: state.Loading | None = None  # a checkpoint that is being loaded
         self.shares_compared = False  # whether data ranks have compared a batch
         self.weights: LossWeights | None = None  # of a step that has not ended, or raised

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def measured(engine: "Engine", tier: Tier = "device") -> dict[str, int]:
-    """Live bytes on `tier` by category between steps; `versions` are those of the last step."""
+    """Live bytes on `tier` by category between steps, and the last step's `versions`."""
     parts, found = in_step(engine, tier), dict.fromkeys(CATEGORIES, 0)
     for name in OWNED:
         found[PART_OF.get(name, name)] += parts.pop(name)

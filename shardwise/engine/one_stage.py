@@ -100,7 +100,7 @@ class OneStage:
     def updater(self, optimizer: Any, guard: Any) -> None: ...
 
     def shared(self, names: Sequence[str], used: Tensor) -> Tensor:
-        """Which of the named parameters any rank used: those that this one used."""
+        """Which of the named parameters any rank used: the same ones as this rank."""
         return used
 
     def leave_out(self) -> bool:
@@ -127,7 +127,7 @@ class OneStageUnits:
 
     @contextmanager
     def around(self, op: str, stage: int, microbatch: Microbatch) -> Iterator[None]:
-        """Reduce gradients in the last B; drop those of a microbatch without tokens."""
+        """Reduce gradients in the last B; drop gradients of a microbatch without tokens."""
         if op == "F":
             self.data.begin_forward()
         if op == "B":

@@ -178,7 +178,7 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, classes: Tensor, ignored: Tensor, terms: _Terms) -> Tensor:
-        """The letters are those of the formulas above; all values of a position are [N, 1]."""
+        """The letters are as in the formulas above; all values of a position are [N, 1]."""
         axis, columns, s = terms.axis, x.shape[1], terms.smoothing
         ((start, _),) = terms.cut.ranges[axis.rank]
         column = classes.unsqueeze(1) - start

@@ -143,7 +143,7 @@ class Logits(Tensor):
 
 
 class _Unread(torch.autograd.Function):
-    """A tensor of the shape of logits without their values, in the place of these in the graph."""
+    """Stands for logits in the graph: their shape, without values."""
 
     @staticmethod
     def forward(_: Any, x: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import short_repr
 
 LAYERS: Final = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-#: Layers of which a model may have none.
+#: Layers that a model may lack.
 SOME_LAYERS: Final = ("num_decoder_layers", "encoder_layers", "decoder_layers")
 HEADS: Final = (
     *("num_attention_heads", "n_head", "num_heads", "n_heads", "num_key_value_heads"),
@@ -30,7 +30,7 @@ MOST_POSITIONS: Final = 2**31
 #: Without weights: more of a layer or of a dim than any published model has.
 MOST_LAYERS: Final = 10_000
 MOST_ROWS: Final = 2**24
-#: Random text has no special tokens, of which there are five (hf.py).
+#: Random text has none of the five special tokens (hf.py).
 LEAST_VOCABULARY: Final = 6
 
 

@@ -138,7 +138,7 @@ class MoEGPT(nn.Module):
 
 
 class MoEBlock(nn.Module):
-    """A layer of the MoE GPT. It adds its auxiliary loss to those of the layers before."""
+    """A layer of the MoE GPT, which adds its auxiliary loss to the sum so far."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()

@@ -5,7 +5,7 @@
     tensors          parameters, what is computed from them, host memory and the disk have no memory
     other ranks      are assumed to send what this one sends (comm/fake.py)
     numbers          that ranks agree on are on the CPU; unknown ones that are read are zeros
-    kernels          keep what those of the device keep (work.py)
+    kernels          keep what the device's kernels keep (work.py)
 
 A forward that reads values of the model raises torch's error.
 """

@@ -130,7 +130,7 @@ class Meter(TorchDispatchMode):
         return total
 
     def leaks(self) -> list[Leak]:
-        """Live storages of which there are more bytes than when the meter was last entered.
+        """Live storages that take more bytes than when the meter was last entered.
         They are new ones, of a category and unit.  The first step of an engine leaves its
         optimizer's state and the memory of gradients; later steps leave nothing.
         """

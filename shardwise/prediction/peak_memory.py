@@ -4,7 +4,7 @@
     kept                  activations that autograd keeps, and those fetched from the host
     recomputed            what the backward pass of a recomputed module computes again
     gathered              the units that the order of units keeps (unit_acts.py)
-    gradients on the way  of units in backward, and of those that are summed or copied
+    gradients on the way  of units in backward, or being summed or copied
     summed gradients      of several microbatches, which leave the device with the last one
 
 The parts are added up for each unit of the backward pass, and the largest sum is the peak:

@@ -2,7 +2,7 @@
 
     parameters, optimizer, buffers, versions               stored between steps (stored_bytes.py)
     activations                                            what autograd keeps, at most
-    gradients                                              those that are there at the peak
+    gradients                                              at the peak
     units in use                                           the rest of the peak: gathered
                                                            parameters, gradients on the way, what is
                                                            computed again

@@ -3,7 +3,7 @@
     parameters   the row's column `param`: all of a group (R), or this rank's block (S)
     gradients    its column `grad`: all (P), or the block (S); their memory stays for the next step
     optimizer    its column `optim`, as in the table below
-    buffers      those of the model, all on every rank; and the pool of communication buffers,
+    buffers      of the model, all on every rank; and the pool of communication buffers,
                  which the plan fixes (core/buffer_sizes.py)
 
 A unit has one group for each pair of element type and trainability.  A group that is neither
@@ -45,7 +45,7 @@ from shardwise.core.zero import Row, RowMoves
 @dataclass(frozen=True)
 class Group:
     """Parameters of one element type and layout, all trained or all frozen.
-    `moves` are those of its row in a step; over `shard` ranks the parameters are split.
+    `moves` are the row's in a step; over `shard` ranks the parameters are split.
     """
 
     unit: UnitShape
@@ -178,7 +178,7 @@ def optimizer_bytes(
     group: Group, optimizer: OptimizerShape, place: int, owned: Mapping[str, int]
 ) -> int:
     """Masters of the block, if weights have 16 bits or are on another tier; states; scalars.
-    `owned`: the owners of parameters updated as a whole, and NOBODY for those that are not updated.
+    `owned`: the owners of parameters updated as a whole, NOBODY if not updated.
     """
     flat = group.flat
     element_bytes = master_bytes(group)

@@ -290,7 +290,7 @@ def phases(plan: Plan, group: Group, moment: Moment, updates: int = 1) -> dict[s
 
 
 def carry_row(tariff: Tariff, group: Group, updates: int = 1) -> None:
-    """The row's moves in a step, but those of a disk (offload/price.py), and sums on other axes."""
+    """The row's moves in a step except a disk's (offload/price.py), and sums on other axes."""
     for move in group.moves:
         times = {} if move.of_disk else phases(tariff.plan, group, move.moment, updates)
         for phase, count in times.items():
@@ -334,7 +334,7 @@ class Share:
 class Price:
     """The costs of a technique for a rank; a plan without the technique costs nothing.
 
-    sends    bytes in a step, or in an evaluation, of which the backward pass does not count
+    sends    bytes in a step, or in an evaluation, whose backward pass does not count
     stores   bytes on a tier between steps, by category
     bounds   the least and the most bytes, by axis and kind, of what depends on values
     omits    lines that the step of this number does not send; the flag says whether it follows one

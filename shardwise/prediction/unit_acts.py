@@ -230,7 +230,7 @@ def _calls(calls: Iterable[Call], stages: StageSpec, stage: int) -> Iterator[Cal
 def states_of(
     by_unit: Iterable[Sequence[Group]], modules: Sequence[UnitModules], around: Collection[int] = ()
 ) -> list[UnitState]:
-    """The units of these groups before a step; those `around` stay gathered."""
+    """The units of these groups before a step; units `around` stay gathered."""
     return [
         UnitState.of(own, reads_backward=not unit.looks_up, stays=unit.encloses or n in around)
         for n, (own, unit) in enumerate(zip(by_unit, modules, strict=True))
@@ -251,7 +251,7 @@ def order_on(
     rank: int,
     ahead: int = 1,
 ) -> UnitOrder:
-    """The order of a rank's units without a pipeline, `every` of which has these groups."""
+    """The order of a rank's units, with the groups of `every` one, without a pipeline."""
     further, offload = sums_of(plan, every, rank)
     return UnitOrder(states_of(every, modules), ahead, further=further, offload=offload)
 

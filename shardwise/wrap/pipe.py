@@ -339,7 +339,7 @@ class PipeOutputs:
     """The outputs of the last stage go to the user's loop, detached from their graph.
 
     results   by microbatch, the tensors that the last stage returned
-    grads     by microbatch, the gradients of those that require one
+    grads     by microbatch, the gradients of tensors that require one
     """
 
     def __init__(self) -> None:

@@ -125,7 +125,7 @@ class PlainLoop:
         return make(self.module, self.by)  # type: ignore[arg-type]
 
     def _copy(self, name: str) -> int:
-        """The index of this rank among those that hold the module of that name."""
+        """This rank's index among the holders of the module of that name."""
         if isinstance(self.by, Piped):
             return self.by.staged.copy(name)
         shard, replicate = self.by.consensus.axes
@@ -201,7 +201,7 @@ def _wrapped(module: Any, caller: str) -> tuple[nn.Module, Data | Piped]:
 
 
 def _require_own(optimizer: Optimizer, every: Sequence[HeldParameter], caller: str) -> None:
-    """Raise InputError unless all its parameters are those of the module."""
+    """Raise InputError unless the module has all its parameters."""
     known = {id(held.param) for held in every}
     other = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in known]
     if other:

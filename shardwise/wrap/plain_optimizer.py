@@ -1,8 +1,8 @@
 """Checks of a torch optimizer that a loop of the program's own steps over a wrapped module.
 
-each step         its options are those of the other data ranks; some parameter has a gradient;
+each step         its options equal the other data ranks'; some parameter has a gradient;
                   SparseAdam gets sparse gradients
-first step        the optimizer must be elementwise, its states those of pieces
+first step        the optimizer must be elementwise, its states of pieces
 load_state_dict   the same of the states
 state_dict        refused: it would give one rank's pieces as whole parameters
 """

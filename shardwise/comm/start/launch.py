@@ -1,6 +1,6 @@
 """The launcher: starts several ranks on this machine, and ends all of them when one fails.
 
-launcher   launch.py    start processes, read their pipes, kill those that remain
+launcher   launch.py    start processes, read their pipes, kill the rest
 ranks      worker.py    call the function, report the result or the error
            peers.py     watch each other's heartbeats, report a rank that is stopped or hangs
 
@@ -297,7 +297,7 @@ class Ranks:
         return sorted(rank.outcome for rank in self.ranks if isinstance(rank.outcome, Failure))
 
     def _watch(self, stop: StopSignal) -> None:
-        """Return when all processes have exited, or when it is time to kill those that remain."""
+        """Return when all processes have exited, or when it is time to kill the rest."""
         deadlines = dict[str, float]()  # each begins at the first event of its kind
         while (alive := self._alive()) and time.monotonic() < min(deadlines.values(), default=inf):
             pipes = [rank.pipe for rank in alive if rank.outcome is None]

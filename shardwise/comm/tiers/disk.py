@@ -38,7 +38,7 @@ from shardwise.core.chunks import ALIGN_BYTES, CHUNK_NUMEL, aligned
 from shardwise.core.errors import RunError, bad
 from shardwise.core.layouts.layout import between
 
-#: Requests that are under way at once: those of one thread would wait for the disk one by one.
+#: Requests under way at once: one thread would wait for the disk request by request.
 THREADS: Final = 4
 
 
@@ -82,7 +82,7 @@ class Extent:
 
     @property
     def whole_bytes(self) -> int:
-        """The bytes of all chunks: those of a read or a write of the whole tensor."""
+        """The bytes of a read or a write of all chunks."""
         return sum(map(self.chunk_bytes, range(self.chunks)))
 
     @property

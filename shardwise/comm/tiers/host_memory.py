@@ -32,7 +32,7 @@ from torch import Tensor
 
 _GROUPS: Final = Path("/sys/fs/cgroup")
 _OWN: Final = Path("/proc/self/cgroup")
-#: The files with the limit, the use, and the counts of which one is the cache of files.
+#: The files with the limit, the use, and the counts, among them the cache of files.
 _FILES: Final = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat", "total_inactive_file"),

@@ -33,7 +33,7 @@ from shardwise.comm.transport import Pending
 from shardwise.core.layouts.layout import between
 from shardwise.core.zero import Tier
 
-_SWEEP_AT = 64  # table entries, above which those of freed memory are removed
+_SWEEP_AT = 64  # table entries, above which entries of freed memory are removed
 
 
 class CopyEnd(Protocol):
@@ -58,7 +58,7 @@ class _HostMemory:
         return [over for low, high, over in self.copies if low < end and first < high]
 
     def add(self, x: Tensor, over: CopyEnd) -> None:
-        """A copy from or to `x` was begun, after those of its elements."""
+        """A copy from or to `x` was begun, after earlier copies of its elements."""
         first, end = _span(x)
         rest = [
             (low, high, each)

@@ -29,7 +29,7 @@ SUMMED = ("replicated", "sequence")
 
 
 def layouts(names: Iterable[str], facts: Facts, plan: Plan) -> dict[str, Layout]:
-    """The layout of each parameter of these names, which may be those of tiles."""
+    """The layout of each parameter by its name, which may be a tile's."""
     numbers = range(len(plan.layers) + 1)
     data = [_on_data_axes(plan, number) for number in numbers]
     tensor = {

@@ -55,6 +55,6 @@ def schedule_of(plan: Plan) -> Schedule | None:
     return None if plan.pipeline is None else _lowered(plan.pipeline, plan.mesh.size_of("pp"))
 
 
-@lru_cache(maxsize=32)  # a prediction asks for it some twenty times, a search for those of many
+@lru_cache(maxsize=32)  # a prediction asks for it some twenty times, a search for many
 def _lowered(word: str, ranks: int) -> Schedule:
     return lower(build(word, ranks))

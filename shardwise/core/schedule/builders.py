@@ -60,7 +60,7 @@ def dapple(p: int, m: int, policy: str = "A", most: int | None = None) -> Schedu
     """Early backward (arXiv 2007.01045, section 3): k forwards before rank r's first backward.
     Policy A has k = min(p-r, D), the order of 1F1B; policy B has k = min(2(p-r)-1, D), which hides
     slow links at the price of more activations.  D (`most`) is the number of microbatches whose
-    activations fit in memory (default: all).  A rank holds those of min(k, m).
+    activations fit in memory (default: all).  A rank holds min(k, m) of them.
     """
     limit = m if most is None else most
     if policy not in ("A", "B") or limit < 1:

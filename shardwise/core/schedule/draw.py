@@ -137,7 +137,7 @@ def _cell(span: ActionSpan, schedule: Schedule, y: int, scale: float) -> str:
 
 
 def _shown(timeline: Timeline) -> tuple[list[list[ActionSpan]], float]:
-    """The actions to draw (those that take time), and the shortest time of one."""
+    """The actions that take time, and the shortest time of one."""
     rows = [
         [span for span in row if span.end > span.start and span.action.op in COLOURS]
         for row in timeline.spans

@@ -61,7 +61,7 @@ BATCH_TOLERANCE = 1e-6
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 3e-2
 #: A gradient whose norm is below this fraction of the total norm counts as rounding.
 NEGLIGIBLE = 1e-5
-#: Each gradient is compared in this many first steps; those that are skipped do not count.
+#: Each gradient is compared in this many first steps; skipped steps do not count.
 CHECKED_STEPS = 3
 #: Characters of a value that an error shows.
 EXCERPT = 120
@@ -157,7 +157,7 @@ def _function_text(function: Any) -> str:
 
 
 def _numbers_of(function: Any) -> dict[str, int]:
-    """The other numbers that a function reads, but for those of a rank."""
+    """The other numbers that a function reads, except a rank's."""
     read = _read_by(function).items()
     return {n: x for n, x in read if type(x) in (int, bool) and "rank" not in n.lower()}
 

@@ -244,7 +244,7 @@ class _Reads:
 
 def guard_layer(module: nn.Module, names: Sequence[str], whose: str) -> None:
     """Let reads of parameters split over tensor ranks raise, unless `module` itself computes.
-    `names` are those of the parameters in `module`, `whose` the name of the module.
+    `names` are of parameters in `module`, whose own name is `whose`.
     """
     table, running = _guarded(module), [0]
 

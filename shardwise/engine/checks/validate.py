@@ -43,7 +43,7 @@ def model(value: Any, caller: str, example: str = "nn.Linear(8, 8)") -> None:
             raise bad(given, allowed, instead)
 
 
-#: Classes that wrap a model for training, by name: those of other libraries may not be installed.
+#: Classes that wrap a model for training, by name: their libraries may not be installed.
 _WRAPPERS = (
     *("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"),
     *("ShardedDataParallel", "DeepSpeedEngine", "PipelineEngine", "_FabricModule"),

@@ -22,9 +22,9 @@ Give = Callable[[], None]
 
 
 def outgoing(model: nn.Module, copy: Callable[[str], int]) -> tuple[list[Box], dict[str, Any]]:
-    """The boxes, and the values of modules of which this rank is the first holder.
-    `copy(name)` is the index of this rank among those that hold the module.  Raises InputError for
-    a value that is neither a tensor nor JSON.
+    """The boxes, and the values of modules that this rank holds first.
+    `copy(name)` is this rank's index among the module's holders.  Raises InputError for a value
+    that is neither a tensor nor JSON.
     """
     boxes: list[Box] = []
     values: dict[str, Any] = {}

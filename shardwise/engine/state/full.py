@@ -109,7 +109,7 @@ def pipe_boxes(module: nn.Module, piped: Piped) -> list[Box]:
 
 def pipe_names(module: nn.Module, piped: Piped) -> Iterator[tuple[str, nn.Parameter, int]]:
     """The parameters of a rank of sw.Pipe, by their names in the plain module.
-    The number is the index of this rank among those that hold the parameter.
+    The number is this rank's index among the parameter's holders.
     """
     layers, ties = piped.staged.stages.layers, piped.staged.ties
     for p in module.parameters():

@@ -223,7 +223,7 @@ class PlanCosts:
         return Candidate(replace(plan, recompute=size_text(room - room % step)), rows)
 
     def with_whole_blocks(self, candidate: Candidate) -> Candidate:
-        """The plan of which the first blocks keep their parameters whole, as many as fit."""
+        """The plan whose first blocks keep their parameters whole, as many as fit."""
         plan, rows = candidate
         blocks = self.recordings.blocks
         if blocks is None:
@@ -340,7 +340,7 @@ class PlanCosts:
         return computing_s + SHARED * moved_bytes / self.cluster.bytes_per_s
 
     def _stored(self, candidate: Candidate, rank: int) -> tuple[int, int]:
-        """The bytes between steps, and those of gradients."""
+        """The bytes between steps, and the gradients' part."""
         plan = candidate.plan
         chunks = plan.pipeline and allowed(plan.pipeline, plan.mesh.size_of(PIPELINE))[1].v
         key = plan.axes, plan.context, plan.row, plan.offload, chunks, plan.stages, rank

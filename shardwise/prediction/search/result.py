@@ -41,7 +41,7 @@ OFFLOADED: Final = ("optim", "param")
 
 class PlanTask(NamedTuple):
     """What is to be planned: the ranks, hosts of `host` devices, and the model's batch.
-    `batch` counts the rows of a step on all ranks, `positions` those of a row (0: no text).
+    `batch` counts the rows of a step on all ranks, `positions` their length (0: no text).
     """
 
     ranks: int
@@ -170,7 +170,7 @@ class SearchResult:
     """The result of a search for a batch of so many rows in a step of all ranks.
 
     ranked   the plans whose time was predicted, the shortest first
-    refused  those that do not fit or cannot run, the nearest to fitting first
+    refused  plans that do not fit or cannot run, the nearest to fitting first
     slower   the number of plans that cannot be among the first: a part of their time alone is
              longer, or they recompute more than a plan that fits
     fits_on  where nothing fits, a larger number of ranks on which a plan does; None without one

@@ -68,7 +68,7 @@ def best_plans(
 def _ranked(
     every: Iterable[Candidate], costs: PlanCosts, count: int, refused: list[RefusedPlan]
 ) -> tuple[list[RankedPlan], list[RefusedPlan], int]:
-    """The plans that fit, those that are refused, and the number of the others."""
+    """The plans that fit, the refused ones, and the number of the others."""
     refused, ranked, slower = [*refused], list[RankedPlan](), 0
     queue = list[tuple[float, int, int, Candidate]]()
     for number, candidate in enumerate(every):
@@ -97,7 +97,7 @@ def _ranked(
 
 
 def _refined(ranked: list[RankedPlan], costs: PlanCosts) -> list[RankedPlan]:
-    """The plans, and those that fit and are faster than the one of the best that they change.
+    """The plans, and changed ones of the best that fit and are faster.
     Plans that recompute do so as little as the memory allows; stages are balanced by time; blocks
     of zero3 stay whole where there is room.
     """

@@ -233,7 +233,7 @@ def _first_microbatch(spec: ModelSpec) -> ModelSpec:
 
 
 def _lines(sent: Counted, phases: tuple[str, ...], kind: str = "") -> Counted:
-    """The lines of these phases, and those of the `kind`, between ranks of one stage."""
+    """The lines of these phases or of the `kind`, between ranks of one stage."""
     found = Counted()
     for line, sent_bytes in sent.items():
         chosen = line.phase in phases or line.kind == kind

@@ -3,9 +3,9 @@
     compute   use 0 . use 1 . use 2          an act that waits moves `now` to the arrival
     dp        gather 0 | gather 1 | gather 2     an act that begins a move does not
 
-The acts are those that hooks do in a run (core/unit_order.py). So what overlaps with computation is
+Hooks do the same acts in a run (core/unit_order.py).  So what overlaps with computation is
 what the machine lets overlap; the rest is exposed. If messages take a part of the device's own
-time, as those of processes on processors do, that part is exposed when the move begins.
+time, as between processes on processors, that part is exposed when the move begins.
 """
 
 from collections import defaultdict
@@ -22,9 +22,9 @@ AxisSeconds = Mapping[str, float]
 class UnitSeconds(NamedTuple):
     """The seconds of a unit: its kernels, its collectives within them, and its own moves.
 
-    inline    by phase and axis: those of layers, which wait for their results
+    inline    by phase and axis: of layers, which wait for their results
     gather    of its parameters, before a use
-    sums      the first sum of its gradient, and those that follow on other axes
+    sums      the first sum of its gradient, and later ones on other axes
     """
 
     compute: Mapping[str, float]
@@ -41,7 +41,7 @@ class Streams:
         self.now = self.compute_s = 0.0
         self.busy_until: dict[str, float] = {}
         self.exposed_s = defaultdict[str, float](float)
-        self.waited_s = defaultdict[str, float](float)  # of these, for moves that had begun before
+        self.waited_s = defaultdict[str, float](float)  # the part for moves that had begun before
 
     def compute(self, seconds: float) -> None:
         self.now += seconds
@@ -54,7 +54,7 @@ class Streams:
             self.exposed_s[axis] += seconds
 
     def begin(self, moves: AxisSeconds) -> dict[str, float]:
-        """Begin moves; returns when those of each axis end."""
+        """Begin moves; returns the end on each axis."""
         ends: dict[str, float] = {}
         for axis, seconds in moves.items():
             own_s = (1 - self.overlap) * seconds
