@@ -121,7 +121,6 @@ class Ledger:
         return line
 
     def recent(self) -> str:
-        """The last calls, the latest at the end: `all_gather dp (forward), ...`."""
         return ", ".join(f"{kind} {axis} ({phase})" for axis, kind, phase in tuple(self._recent))
 
     def since(
@@ -142,7 +141,6 @@ class Ledger:
 
 
 def rank_bytes(lines: dict[Key, Tally]) -> int:
-    """The bytes of these lines that went to other ranks, and not to another tier."""
     return sum(tally.sent_bytes for key, tally in lines.items() if key.axis != TIER)
 
 

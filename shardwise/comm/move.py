@@ -307,7 +307,6 @@ def broadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
 
 
 def barrier(axis: Axis) -> None:
-    """Return when every rank of the axis has called it."""
     axis.transport.barrier()
 
 
@@ -320,7 +319,6 @@ def send(x: Tensor, axis: Axis, to: int) -> None:
 
 
 def receive(out: Tensor, axis: Axis, source: int) -> Tensor:
-    """Overwrite `out` with what rank `source` sends; returns `out`."""
     axis.transport.receive(out, source).wait()
     return out
 

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 
 def parameter_like(p: nn.Parameter, data: Tensor) -> nn.Parameter:
-    """A parameter with these values, of the class of `p`, with its attributes."""
     made: Any = torch.Tensor._make_subclass(type(p), data.detach(), p.requires_grad)
     made.__dict__.update(p.__dict__)
     return made

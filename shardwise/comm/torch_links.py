@@ -52,7 +52,6 @@ class TorchLinks(Links):
             self.peers.ledgers.add(ledger)
 
     def same(self, device_type: str, shared_memory: bool | None) -> bool:
-        """Whether `init` with these arguments would open the same groups."""
         wanted = shared_memory_wanted() if shared_memory is None else shared_memory
         alive = not self.closed and self.parent is dist.group.WORLD
         return alive and (self.device_type, self.shared) == (device_type, wanted)

@@ -101,8 +101,7 @@ class Transport(ABC):
         """Leave the sum (or "max", "min") over the ranks in `x`, on every rank."""
 
     @abstractmethod
-    def broadcast(self, x: Tensor, root: int) -> Pending[Any]:
-        """Overwrite `x` with that of rank `root`."""
+    def broadcast(self, x: Tensor, root: int) -> Pending[Any]: ...
 
     @abstractmethod
     def all_gather(self, out: Tensor, x: Tensor) -> Pending[Any]:
@@ -122,16 +121,13 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def send(self, x: Tensor, to: int) -> Pending[Any]:
-        """Send `x` to rank `to`."""
+    def send(self, x: Tensor, to: int) -> Pending[Any]: ...
 
     @abstractmethod
-    def receive(self, x: Tensor, source: int) -> Pending[Any]:
-        """Overwrite `x` with what rank `source` sends."""
+    def receive(self, x: Tensor, source: int) -> Pending[Any]: ...
 
     @abstractmethod
-    def barrier(self) -> None:
-        """Return when every rank has called it."""
+    def barrier(self) -> None: ...
 
     def ready(self) -> None:
         """Prepare for `send` and `receive`, which only two ranks call.  Called by all ranks."""
@@ -237,7 +233,6 @@ def rank_name(group: dist.ProcessGroup, peer: int) -> str:
 
 
 def call_name(line: Line) -> str:
-    """The call of this rank that the line counts, and its place."""
     kind = f"{line.kind} on axis {line.axis}" if line.kind else "a message"
     return f"{kind}, called by {place()}"
 

@@ -63,7 +63,6 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
 
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed torch's default generators; afterwards they continue from where they were."""
     with kept(device) as generators:
         for generator in generators:  # torch.manual_seed walks the stack for each device
             generator.manual_seed(seed)

@@ -67,7 +67,6 @@ class Applied(Protocol):
         return part
 
     def during(self, device: Any) -> AbstractContextManager[None]:
-        """Around the forward or the backward pass of a part on a `torch.device`."""
         return NOTHING
 
     def end(self, *, trains: bool) -> None:

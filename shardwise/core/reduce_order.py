@@ -136,7 +136,6 @@ class ReduceOrder:
         return acts
 
     def end(self, order: Sequence[int]) -> list[Act]:
-        """After autograd: reduce all others."""
         acts = [act for unit in order[::-1][self.next :] for act in self._reduce(unit)]
         self.next = len(order)
         return acts

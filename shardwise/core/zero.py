@@ -120,7 +120,6 @@ class RowMoves(tuple[RowMove, ...]):
 
     @property
     def split(self) -> bool:
-        """Whether each rank of the shard axis has a block of its own."""
         return any(move.axis == "shard" and not move.between_tiers for move in self)
 
     # --- the gradient

@@ -45,7 +45,6 @@ class TracedAxis:
 
     @property
     def leaves(self) -> tuple["TracedAxis", ...]:
-        """The axes that this one was split into, from major to minor; itself if unsplit."""
         root = self.root
         if root._parts is None:
             return (root,)
@@ -234,7 +233,6 @@ def _stack(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -
 
 
 def _along(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
-    """An operation along one dim that keeps the shape: softmax, cumsum."""
     mix([given[0][args[1] % len(given[0])]], f"{name.strip('_')} mixes it")
     return given[0]
 
@@ -252,7 +250,6 @@ def _reduce(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) 
 
 
 def _norm(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
-    """A norm over the last dims."""
     mix(given[0][len(given[0]) - len(args[1]) :], "a norm mixes it")
     return given[0]
 

@@ -52,7 +52,6 @@ class TracedLayer:
         self.called = False
 
     def segment(self, start: int, stop: int) -> Dim:
-        """The axis of the output features [start, stop)."""
         return (self.segments.setdefault((start, stop), TracedAxis(stop - start)),)
 
 

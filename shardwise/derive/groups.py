@@ -57,7 +57,6 @@ class LayerGroup:
 
     @property
     def elements(self) -> int:
-        """The elements of the weights that it shards."""
         return sum(each.shape.in_features * each.shape.out_features for each in self.layers)
 
     @property
@@ -119,7 +118,6 @@ def _summed(trace: OperationTrace, axis: TracedAxis) -> Iterator[str]:
 
 
 def _problem(trace: OperationTrace, group: LayerGroup, ranks: int, tied: set[str]) -> str:
-    """Why the group cannot be sharded on `ranks`; "" if it can."""
     axis, layers = group.axis, group.layers
     names = {each.name for each in layers}
     around = [n for n in group.summed if not n or any(x.startswith(f"{n}.") for x in names)]
@@ -220,7 +218,6 @@ def _column(layer: TracedLayer, group: LayerGroup, heads: Heads) -> str | None:
 
 
 def _parts(layer: TracedLayer, group: LayerGroup) -> int | None:
-    """The number of equal parts of the output, each sharded along the axis; None if they differ."""
     found, sizes = outputs(layer), segments(layer)
     before = {math.prod(a.size for a in part[: part.index(group.axis)]) for part in found}
     if len(before) > 1 or len({*sizes}) > 1 or (len(sizes) > 1 and before != {1}):
@@ -293,8 +290,7 @@ class _Shapes:
         if not self.done and made is not None and checked(func):
             self.found.append((named(func), tuple(made.shape)))
 
-    def kernel(self, inputs: Sequence[Tensor], out: Tensor) -> None:
-        """An element-wise kernel: the kernels of a CPU have none."""
+    def kernel(self, inputs: Sequence[Tensor], out: Tensor) -> None: ...
 
     def attention(
         self, given: Sequence[Tensor], out: Tensor, _: int, *, causal: bool = False

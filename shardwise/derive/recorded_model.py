@@ -97,7 +97,6 @@ class RecordedModel:
         own = id(structure), plan.row, plan.offload
 
         def made() -> ModelShape:
-            """The shape, computed."""
             parts = self.known(own, lambda: parts_on(spec, plan, rank).shape)
             return shape_on(spec, plan, rank, parts=parts)
 
@@ -115,7 +114,6 @@ class RecordedModel:
         return self.of(alone, 1)
 
     def recorded(self, plan: Plan, rows: int) -> RecordedPass:
-        """The recorded pass of a microbatch on the tensor and context axes of `plan`."""
         alone = self._alone(plan)
         return _once(self.passes, (alone, rows), lambda: self._recorded(alone, rows))
 
@@ -145,7 +143,6 @@ class RecordedModel:
         return RecordedPass(prediction, found[0], found[-1])
 
     def _structure(self, plan: Plan) -> ModelSpec:
-        """The spec of the model for a plan, without its passes."""
         schedule, shards = schedule_of(plan), plan.row == "zero3"
         stages = 0 if schedule is None else len(schedule.home)
         axes = [("dp", plan.ep), ("ep", plan.ep), (TENSOR, plan.mesh.size_of(TENSOR))]
@@ -229,7 +226,6 @@ def _once(known: dict[object, Any], key: object, make: Callable[[], Any]) -> Any
 
 
 def _with_rows(stages: StageSpec, rows: int, runs: int) -> StageSpec:
-    """The stages, with tensors between them of microbatches of `rows` rows."""
     (bundles, *_) = stages.bundles
     wide = tuple(tuple(x._replace(numel=x.numel * rows) for x in each) for each in bundles)
     return replace(stages, bundles=(wide,) * runs)

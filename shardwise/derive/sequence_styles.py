@@ -46,7 +46,6 @@ class SequenceStream:
                 yield place, event
 
     def mixing(self) -> Iterator[tuple[int, TraceEvent]]:
-        """The operations that mix positions of the stream."""
         for place, event in enumerate(self.events):
             if event.kind == "op" and event.mixes and event.active and not event.has(self.sharded):
                 yield place, event
@@ -158,7 +157,6 @@ def _begin(stream: SequenceStream, first: int, *, split: bool) -> int:
 
 
 def _require_apart(stream: SequenceStream, start: int, last: int) -> None:
-    """Raise Refused if an operation mixes positions of the stream between its layers."""
     gathered = {name for name, style in stream.styles.items() if style == "gather"}
     for place, event in stream.mixing():
         if start < place < last and not gathered & {*event.inside}:

@@ -178,7 +178,6 @@ def _table(
     known: Mapping[str, ModuleShape],
     runs: Callable[[Table, Sequence[LayerGroup]], bool],
 ) -> Table | None:
-    """The table of these groups; None if the sharded model does not run."""
     heads, taken = Heads(), dict[str, str]()
     for group in grouped:
         taken |= styles(group, heads, ranks) or {}
@@ -306,7 +305,6 @@ def _patterns(
 def _whole(
     model: nn.Module, trace: OperationTrace, taken: Mapping[str, str], why: Mapping[str, str]
 ) -> tuple[Whole, ...]:
-    """The replicated parameters, by the pattern of the module's name and the reason."""
     found: dict[tuple[str, str], int] = {}
     seen: set[int] = set()
     for name, module in model.named_modules():

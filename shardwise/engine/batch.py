@@ -281,7 +281,6 @@ def _uncertain(batch: Any) -> InputError:
 
 
 def _named(batch: Any) -> str:
-    """The tensors of a batch by their paths, the first ones with each size of dim 0."""
     tensors = [(path, x) for path, x in paths(batch, Tensor) if x.dim()]
     first = {len(x): n for n, (_, x) in reversed(list(enumerate(tensors)))}
     order = sorted(range(len(tensors)), key=lambda n: (n not in first.values(), n))[:NAMED]

@@ -162,13 +162,11 @@ def lay_out(
 
 
 def _axes(world: World, applied: Sequence[Applied]) -> dict[str, Axis]:
-    """The axes of this rank by the names that layouts have."""
     found = [*world.axes, *chain.from_iterable(each.axes() for each in applied)]
     return {axis.name: axis for axis in found}
 
 
 def _sums(applied: Sequence[Applied], staged: Staging | None) -> dict[tuple[str, Groups], Axis]:
-    """The axes that sum gradients, by the axis and the groups of its ranks."""
     sums = {key: axis for each in applied for key, axis in each.sums().items()}
     if staged is not None:
         sums |= {(PIPELINE, groups): axis for groups, axis in staged.sums.items()}

@@ -363,7 +363,6 @@ class Engine:
     # --- state, memory, bytes -----------------------------------------------------------------
 
     def boxes(self) -> list[state.Box]:
-        """Every tensor of a checkpoint, as boxes of full named tensors.  Called by all ranks."""
         self.world.require_open()
         self.data.structure.require_unchanged()
         self.flush()

@@ -87,7 +87,6 @@ def _modules(model: nn.Module, specs: Sequence[Any]) -> tuple[UnitModules, ...]:
 
 
 def tensor_world(plan: Plan, rank: int) -> World:
-    """The ranks of the tensor axis around `rank`, in a world that moves nothing."""
     ranks = plan.mesh.size_of(TENSOR)
     place = plan.mesh.coordinate(rank).get(TENSOR, 0)
     return traced(place, ranks).on(Mesh(((TENSOR, ranks),)))

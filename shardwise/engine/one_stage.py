@@ -75,7 +75,6 @@ class OneStage:
         *,
         last: bool = True,
     ) -> Tensor:
-        """As `run`; `last`: these are the last microbatches of the step."""
         pairs = enumerate(zip(parts, counts, strict=True))
         microbatches = [Microbatch(index, part, tokens) for index, (part, tokens) in pairs]
         loss = ScaledLoss(weights, self.device)

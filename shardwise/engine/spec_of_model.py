@@ -336,7 +336,6 @@ def on_tensor_axis(plain: nn.Module, plan: Plan, rank: int, table: Table | None)
 
 
 def _real(model: nn.Module, plan: Plan, options: EngineOptions) -> nn.Module:
-    """A copy of the plain model with values, for a forward that reads them."""
     if any(p.is_meta for p in model.parameters()):
         raise valueless(model)
     copied = meta_pass.value_copy(model)

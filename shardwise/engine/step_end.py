@@ -175,7 +175,6 @@ def report(engine: "Engine", summed: Tensor | None = None) -> None:
 
 
 def note_factor(engine: "Engine", unread: PendingResult | None) -> None:
-    """Tell the optimizer the factor of the gradients of its last update."""
     if unread is not None and not unread.read().skipped:
         result = unread.read()
         engine.optimizer.factor = result.correction * engine.updates.shrink(result.norm)

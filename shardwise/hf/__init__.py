@@ -30,7 +30,6 @@ def __getattr__(name: str) -> Any:
 
 
 def _require_installed() -> None:
-    """Raise InputError unless transformers and accelerate are installed and new enough."""
     wanted = [f"'{name}>={major}.{minor}'" for name, (major, minor) in OLDEST.items()]
     for name, oldest in OLDEST.items():
         try:

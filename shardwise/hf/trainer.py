@@ -169,14 +169,12 @@ class Trainer(transformers.Trainer):
         self.accelerator = DataRanks(**self._accelerator_args)
         self.gather_function = self.accelerator.gather_for_metrics
 
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Do nothing: the engine moves what this rank holds."""
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None: ...
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         return model
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """The rows of an update on all data ranks."""
         ranks = self.engine.data_ranks
         return self._train_batch_size * args.gradient_accumulation_steps * ranks
 

@@ -243,7 +243,6 @@ DESCRIBED = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_
 
 
 def _attribute(func: Any, args: Sequence[Any], _: dict[str, Any]) -> Any:
-    """Attributes of the tensor; other functions join the columns."""
     x, name = args[0] if args else None, getattr(getattr(func, "__self__", None), "__name__", "")
     if not isinstance(x, Logits) or (x.carried is not None and name not in DESCRIBED):
         return NotImplemented
@@ -296,7 +295,6 @@ def _cast(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """With numbers, or with tensors that have one value for all columns of a position."""
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     x = next(one for one in tensors if isinstance(one, Logits))
     if x.carried is not None:
@@ -360,7 +358,6 @@ def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _index(func: Any, args: Sequence[Any], _: dict[str, Any]) -> Any:
-    """`x[...]` with numbers and slices of dims other than the last."""
     x, index = args
     parts = index if isinstance(index, tuple) else (index,)
     if not isinstance(x, Logits) or not all(

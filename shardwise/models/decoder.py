@@ -47,7 +47,6 @@ def loss_of(sizes: Sizes) -> Loss:
 
 
 def parameters(sizes: Sizes) -> int:
-    """The number of parameters; a shared one counts once."""
     if isinstance(sizes, FolderConfig | UserConfig):
         return sizes.parameters
     return gpt.parameters(sizes) if isinstance(sizes, GPTConfig) else moe.parameters(sizes)

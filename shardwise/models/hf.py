@@ -110,7 +110,6 @@ def causal_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def seq2seq_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Mean cross-entropy of the decoder's next token, given the encoder's text."""
     with Wide():
         out = model(input_ids=batch["inputs"], decoder_input_ids=batch["decoder_inputs"])
     return _cross_entropy(out.logits, batch["targets"])
@@ -208,7 +207,6 @@ _LOSS_AND_BATCH: Final[dict[str, tuple[Loss, Callable[..., Any]]]] = {
 
 
 def is_folder(name: str) -> bool:
-    """Whether the name of a model is that of a folder: `./model`, `/data/model`."""
     return "/" in name or name in (".", "..")
 
 

@@ -93,7 +93,6 @@ def fitting_clusters(model: nn.Module) -> Iterator[None]:
 
 
 def fit_clusters(model: nn.Module, tokens_BT: Tensor) -> None:
-    """Fit the centroids of every `cluster` gate on a first pass over tokens, in one process."""
     with fitting_clusters(model), torch.no_grad():
         model(tokens_BT)
 

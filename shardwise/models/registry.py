@@ -85,7 +85,6 @@ def _filled(sizes: decoder.Sizes, seed: int) -> nn.Module:
 
 
 def _fitted(config: MoEConfig, seed: int) -> nn.Module:
-    """The model, with clusters of the tokens of a first pass."""
     model = _filled(config, seed)
     if not next(model.parameters()).is_meta:
         moe.fit_clusters(model, _moe_batch(config, FIRST_PASS, seed)["inputs"])

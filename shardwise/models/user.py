@@ -218,7 +218,6 @@ def _call(
 
 
 def _wrong(made: tuple[Any, ...]) -> str:
-    """What is wrong with the tuple that a function returned; "" if nothing."""
     parts = ("model", "loss", "make_batch")
     if len(made) != len(parts):
         missing = " and ".join(parts[len(made) :])
@@ -245,7 +244,6 @@ def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def _guess(model: nn.Module, name: str) -> Callable[[int, int], Tensor]:
-    """Random batches for a model whose first layer is an nn.Linear or nn.Embedding."""
     leaves = [module for module in model.modules() if not list(module.children())]
     first = leaves[0]
     if not isinstance(first, (nn.Linear, nn.Embedding)):
@@ -347,7 +345,6 @@ def build(config: UserConfig) -> nn.Module:
 
 
 def loss_of(config: UserConfig) -> Loss:
-    """Its loss; a function that other processes can be sent."""
     return partial(_loss, config.name, config.seed)
 
 
@@ -357,7 +354,6 @@ def flops_per_token(config: UserConfig) -> int:
 
 @cache
 def _found(name: str, seed: int) -> Trainable:
-    """The user's model; its own batches are not used."""
     found = find(name, seed, make_batch=lambda *_: None)  # a run has its own
     return replace(found, loss=gpt.loss) if found.loss is own_loss else found
 

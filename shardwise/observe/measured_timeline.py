@@ -143,7 +143,6 @@ class StepMeter(TorchDispatchMode):
             x.register_hook(lambda _: self.see("backward", unit.name))
 
     def updates(self, *_: Any) -> None:
-        """The optimizer's step begins; only the first one in a step of the engine counts."""
         if not any(event.kind == "update" for event in self.events):
             self.see("update")
 

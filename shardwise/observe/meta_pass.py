@@ -80,7 +80,6 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
 
 def value_copy(model: nn.Module) -> nn.Module:
-    """A copy of `model` with its values; it may keep tensors of a forward."""
     return copy.deepcopy(model, _from_a_forward(model))
 
 
@@ -197,7 +196,6 @@ class _Record:
         return found
 
     def save(self, x: Tensor) -> Tensor:
-        """Autograd keeps `x` for the backward pass."""
         if not in_backward():
             self.tape.save(x, self.inside[-1])
             self.saves.add(len(self.calls))
@@ -312,8 +310,7 @@ class PassRecorder(Protocol):
     def tape(self) -> Any:
         """Its `saves` counts the tensors that autograd has saved."""
 
-    def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """Record an operation below autograd."""
+    def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None: ...
 
     def attention(
         self, inputs: Sequence[Tensor], out: Tensor, saves: int, /, *, causal: bool = False

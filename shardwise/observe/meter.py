@@ -65,7 +65,6 @@ class Storage:
         self.weak, self.place, self.made_by = StorageWeakRef(storage), place, made_by
 
     def nbytes(self) -> int | None:
-        """Its bytes now; None once it is freed."""
         storage = UntypedStorage._new_with_weak_ptr(self.weak.cdata)
         return None if storage is None else storage.nbytes()
 
@@ -114,7 +113,6 @@ class Meter(TorchDispatchMode):
 
     @property
     def host_peak(self) -> dict[str, int]:
-        """Bytes of host memory by category at the moment when most were live there."""
         return by_category(self.host_places)
 
     def now(self) -> dict[MeterKey, int]:

@@ -77,7 +77,6 @@ class TapeRecorder:
         self._product(module, attention_flops(*arguments), made, saves)
 
     def _product(self, module: str, flops: int, kept: Iterable[Tensor], saves: int) -> None:
-        """A product of `module` whose outputs `kept` selective recomputation keeps."""
         storages = tuple(number for x in kept if (number := self._number(x)) is not None)
         self.made_by |= dict.fromkeys(storages, len(self.products))
         self.products.append(Product(module, flops, storages, saves))

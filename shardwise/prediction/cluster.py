@@ -259,7 +259,6 @@ def cluster_of(name: str | Path) -> Cluster:
 
 
 def text_of(cluster: Cluster) -> str:
-    """The text of the file, which reads back to the same value."""
     return tomli_w.dumps(cluster.model_dump(exclude_none=True))
 
 

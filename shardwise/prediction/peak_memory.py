@@ -86,7 +86,6 @@ def _acts(found: "Prediction", every: Sequence[Sequence[Group]]) -> UnitActs:
 
 
 def _on_the_way(unit: Sequence[Group], plan: Plan) -> int:
-    """The bytes of a unit's gradients that are not those between steps."""
     leaves = plan.microbatches == 1
     return sum(
         block_bytes(group, sharded=False)

@@ -102,7 +102,6 @@ class Prediction:
 
     @cached_property
     def fetched(self) -> int:
-        """The most bytes of `host_activations` that are on the device at once."""
         return fetched_bytes(self.spec, self.plan, self.rank)
 
     @property

@@ -105,7 +105,6 @@ def stage_bytes(spec: ModelSpec, kept: Iterable[tuple[int, str]]) -> dict[int, i
 
 
 def stage_of(spec: ModelSpec, module: str) -> int:
-    """The stage that keeps what is saved in the forward of this module."""
     if spec.stages is None:
         return 0
     return min(spec.stages.of(module), default=spec.stages.number - 1)
@@ -123,6 +122,5 @@ def moments(plan: Plan, place: int) -> list[dict[int, int]]:
 
 
 def added_flops_on(spec: ModelSpec, plan: Plan, rank: int) -> int:
-    """The operations that recomputation adds to a step of `rank`, of microbatches of one size."""
     here, flops = stages_on(plan, rank), added_flops(spec.run.tape, spec.recomputed).items()
     return plan.microbatches * sum(n for name, n in flops if stage_of(spec, name) in here)

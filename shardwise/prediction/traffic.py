@@ -114,7 +114,6 @@ class Tariff:
             self.move(axis, move.src, move.dst, numel, group.element_bytes, phase)
 
     def group(self, axis: str, on: AxisLayout) -> int:
-        """The number of ranks of the axis over which a gradient of this rank is summed."""
         return len(on.group(self.coordinates.get(axis, 0)))
 
     def sum_parts(self, axis: str, numel: int, ranks: int, element_bytes: int) -> None:

@@ -101,13 +101,11 @@ _OWN = "module."
 
 
 def _without_prefix(_module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Name entries of the state dict as the plain module does."""
     inner = f"{prefix}{_OWN}"
     for key in [key for key in state if key.startswith(inner)]:
         state[prefix + key.removeprefix(inner)] = state.pop(key)
 
 
 def _with_prefix(_module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Name the plain module's entries as this class does."""
     for key in [key for key in state if key.startswith(prefix)]:
         state[f"{prefix}{_OWN}{key.removeprefix(prefix)}"] = state.pop(key)

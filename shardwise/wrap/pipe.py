@@ -128,7 +128,6 @@ def _fill(
 
 
 def _schedule(name: Any, chunks: int, ranks: int) -> Schedule:
-    """The schedule called `name`. Raises InputError for one that does not fit a plain loop."""
     found = entry(name if isinstance(name, str) else short_repr(name))
     if found.updates(Size(1, 1)):
         names = ", ".join(known for known, one in LIBRARY.items() if not one.updates(Size(1, 1)))
@@ -144,7 +143,6 @@ def pipe_of(module: nn.Module) -> "Piped | None":
 
 
 def halves(schedule: Schedule) -> tuple[Schedule, Schedule]:
-    """The forwards of a schedule, and the other actions; each rank keeps its order."""
     actions = [list(schedule.actions(rank)) for rank in range(schedule.ranks)]
     first = tuple(tuple(a for a in row if a.op == "F") for row in actions)
     second = tuple(tuple(a for a in row if a.op != "F") for row in actions)
@@ -227,7 +225,6 @@ class Piped(Wrapper):
         return mapped(lambda _: next(made), pass_.structure, Tensor, objects=True)
 
     def call(self, module: nn.Module, part: Any, own: Any = None) -> Any:
-        """The module's own forward on one microbatch, or on its copy `own`."""
         args, kwargs = own or part
         return self.forward(module, *args, **kwargs)
 
@@ -327,7 +324,6 @@ class _Pass:
         return [self._input(k) for k in range(inputs)]
 
     def _input(self, k: int) -> Tensor:
-        """The gradient of the k-th input that requires one, over all stages."""
         given = [[x for x in _tensors(part) if x.requires_grad][k] for part in self.parts]
         pieces = [torch.zeros_like(x) if x.grad is None else x.grad for x in given]
         if given[0].dim():
@@ -393,7 +389,6 @@ def _tensors(x: Any) -> list[Tensor]:
 
 
 def _whole(out: Sequence[Tensor], rows: int) -> None:
-    """Raise InputError for an output that cannot be concatenated along dim 0."""
     for x in out:
         if not x.dim() or len(x) != rows:
             raise bad(

@@ -55,7 +55,6 @@ class PlainLoop:
 
     @property
     def plain(self) -> nn.Module:
-        """A module with all names of the plain model."""
         return self.by.staged.stages.layers.twin if isinstance(self.by, Piped) else self.module
 
     @property
@@ -91,7 +90,6 @@ class PlainLoop:
         self.by.compare_ranks()
 
     def boxes(self) -> list[Box]:
-        """Every tensor, as boxes of full named tensors."""
         states, _ = optimizer_state.outgoing(self._states, self.every)
         extra, _ = extra_state.outgoing(self.module, self._copy)
         return [*self._model(), *states, *extra]
@@ -157,7 +155,6 @@ class PlainLoop:
     def _saved_options(
         self, groups: Sequence[Mapping[str, Any]]
     ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Each group of the optimizer, and the options that its parameters were saved with."""
         names = {id(held.param): held.name for held in self.every}
         options = {name: group["options"] for group in groups for name in group["params"]}
         pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -201,7 +198,6 @@ def _wrapped(module: Any, caller: str) -> tuple[nn.Module, Data | Piped]:
 
 
 def _require_own(optimizer: Optimizer, every: Sequence[HeldParameter], caller: str) -> None:
-    """Raise InputError unless the module has all its parameters."""
     known = {id(held.param) for held in every}
     other = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in known]
     if other:

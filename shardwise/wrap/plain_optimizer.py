@@ -84,7 +84,6 @@ def _record(optimizer: Optimizer, data: Data) -> None:
 
 
 def require_gradients(optimizer: Optimizer) -> None:
-    """Raise InputError if no parameter of the optimizer has a gradient."""
     if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
         raise validate.no_gradient(f"a step of {type(optimizer).__name__}")
 

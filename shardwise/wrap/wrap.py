@@ -186,7 +186,6 @@ def _shard_size(name: str, asked: int | None, ranks: int) -> int:
 
 
 def _require_precision(module: nn.Module, precision: Any, caller: str) -> None:
-    """Raise InputError for an unknown precision, or masters that have not 32 bits."""
     if precision is None:
         return
     choice("precision", precision, ("bf16", "fp16"))
@@ -250,7 +249,6 @@ def _wrap(
 
 
 def _by_hand(data: Data, caller: str) -> None:
-    """Raise InputError for the model of an engine, which sums and clips by its options."""
     if not data.pace.by_hand:
         given = f"{caller} of a module that belongs to an engine"
         allowed = "a module that an engine does not train"

@@ -109,7 +109,6 @@ class Gloo(Transport):
         return mailboxes.swap(x, self.peers[0], make, line)
 
     def _by_gloo(self, x: Tensor) -> bool:
-        """Whether messages like `x` are too large for the mailboxes, or there are none."""
         mailboxes = self.memory.open()
         return x.numel() > 0 and (mailboxes is None or x.nbytes > mailboxes.most_bytes)
 
@@ -148,7 +147,6 @@ class Gloo(Transport):
     def _spread(
         self, outgoing: Sequence[Tensor], places: Sequence[Tensor], line: Line
     ) -> Pending[Any]:
-        """Write every peer's message in its place, of any strides, piece by piece."""
         if all(place.is_contiguous() for place in places):  # on all ranks, as strides may not be
             return Pending(self._exchange(outgoing, places, line))
         most = self._most(outgoing[0], len(outgoing), wide=False)

@@ -101,7 +101,6 @@ class Outbox:
         return begin != BY_GLOO
 
     def _free(self, size_bytes: int) -> int:
-        """The position for a message of that size: after the newest, or before the oldest."""
         taken = self.numbers[LINE]
         while self.inside and self.inside[0][0] < taken:
             self.inside.popleft()

@@ -308,7 +308,6 @@ def _head_bytes(ranks: int) -> int:
 
 
 def _host() -> int:
-    """The number of this host if its memory can be shared, else 0."""
     return host_number() if platform.machine() == "x86_64" else 0
 
 

@@ -197,7 +197,6 @@ def ended(code: int) -> str:
 
 
 def described(failures: Iterable[Failure], first: Failure) -> str:
-    """The error of the first rank that failed, and a line for the error of each other rank."""
     own = f"{first.text}. Its error output:\n{first.output}" if first.output else first.text
     others = (each for each in failures if each.rank != first.rank)
     return own + "".join(f"\n(then rank {o.rank}: {_summary(o.text)})" for o in others)

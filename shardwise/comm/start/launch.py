@@ -339,7 +339,6 @@ class Ranks:
 
 
 def _early_variables(device: str | None) -> dict[str, str]:
-    """The environment variables of all ranks that are read when modules are loaded."""
     threads = os.environ.get("OMP_NUM_THREADS", "")
     given = threads.isdecimal() and int(threads) > 0
     variables = {"OMP_NUM_THREADS": threads if given else "1", LAUNCHER: str(os.getpid())}

@@ -319,7 +319,6 @@ def _innermost(store: Store) -> Store:
 
 
 def reported_failure(store: TCPStore) -> tuple[int, str] | None:
-    """What a rank has reported to our launcher: a rank that failed, and the error."""
     key = f"{_PREFIX}/{_REPORT}"
     return tuple(json.loads(store.get(key))) if store.check([key]) else None
 

@@ -83,7 +83,6 @@ def environment(variables: Mapping[str, str] | None = None) -> Start | None:
 
 
 def launched() -> bool:
-    """Whether our own launcher started this process and watches it."""
     return os.environ.get(LAUNCHER) == str(os.getppid())
 
 

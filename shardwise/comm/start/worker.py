@@ -99,7 +99,6 @@ def _listen(pipe: "Connection[Any, Any]", all_ended: threading.Event) -> None:
 
 
 def _exit_code(error: SystemExit) -> int:
-    """The exit code that Python would use.  Prints a text passed to sys.exit, as Python does."""
     if error.code is None or isinstance(error.code, int):
         return error.code or 0
     print(error.code, file=sys.stderr)

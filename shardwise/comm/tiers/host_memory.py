@@ -40,12 +40,10 @@ _FILES: Final = (
 
 
 def limit_bytes(memory_bytes: int) -> int:
-    """The memory that processes may use: the machine's, or the limit of its container."""
     return min([memory_bytes, *(limit for limit, _ in _limits())])
 
 
 def free_bytes() -> float:
-    """The memory of this host that is free; infinity if the system does not say."""
     file = Path("/proc/meminfo")
     lines = file.read_text().splitlines() if file.exists() else []
     free = [int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable")]

@@ -164,7 +164,6 @@ class Tiers:
             over.synchronize()
 
     def copying(self, x: Tensor, over: CopyEnd) -> None:
-        """A copy from or to host tensor `x` was begun that ends with `over`."""
         memory = self._memory(x)
         assert memory is not None
         with self._lock:
@@ -180,7 +179,6 @@ class Tiers:
         self._sweep_at = max(_SWEEP_AT, 2 * len(self._host))
 
     def _copy_beside(self, out: Tensor, x: Tensor, to: Tier) -> torch.cuda.Event:
-        """Copy on the stream of the direction; the event that it is over."""
         stream = self._streams.get(to)
         if stream is None:
             stream = self._streams[to] = torch.cuda.Stream(self.device)

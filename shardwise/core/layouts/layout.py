@@ -80,7 +80,6 @@ R, I, P = Placement("R"), Placement("I"), Placement("P")
 
 @cache  # made anew for each exchange
 def S(dim: int) -> Placement:  # noqa: N802 - the letter of the table above
-    """Sharded by blocks of `dim`, the r-th on rank r."""
     return Placement("S", dim)
 
 

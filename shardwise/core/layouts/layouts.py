@@ -86,7 +86,6 @@ def _on_experts(layout: Layout, on: AxisLayout | None, plan: Plan) -> Layout:
 
 
 def stage_layout(stages: Sequence[int], schedule: Schedule) -> AxisLayout:
-    """The layout on `pp` of a parameter of these stages: the ranks that run them hold it."""
     holders = tuple(sorted({schedule.home[stage] for stage in stages}))
     return AxisLayout(R, schedule.ranks, holders=holders)
 

@@ -140,7 +140,6 @@ class Plan:
 
     @property
     def gathers(self) -> bool:
-        """Whether units of any layer are gathered before each use."""
         return any(each.states.moves().reshards for each in self.of_all_layers)
 
     def layer_of(self, name: str) -> int:
@@ -235,7 +234,6 @@ class Plan:
 
     @property
     def cut(self) -> str:
-        """The plan words that split a rank's batch into microbatches; "" if none does."""
         words = [self.pipeline] if self.pipeline else []
         return " ".join(words + [f"accumulate:{self.accumulate}"] * (self.accumulate > 1))
 
@@ -247,7 +245,6 @@ class Plan:
 
     @property
     def offloaded_states(self) -> Row:
-        """The row with the tiers of `offload`, which are the same for all units."""
         row, offload = row_of(self.row), self.offloaded
         if offload is None:
             return row

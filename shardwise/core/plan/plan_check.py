@@ -14,7 +14,6 @@ __all__ = ["Problem", "problems", "require"]
 
 
 def problems(plan: Plan, world_size: int | None = None) -> list[Problem]:
-    """All problems of `plan`, on `world_size` ranks if given; empty if it can run."""
     own = [problem for each in TECHNIQUES for problem in each.problems(plan, world_size)]
     whole = _world(plan, world_size)
     layers = [] if own or whole else layer_problems(plan.completed(world_size), problems)
@@ -22,7 +21,6 @@ def problems(plan: Plan, world_size: int | None = None) -> list[Problem]:
 
 
 def require(plan: Plan, world_size: int | None = None) -> None:
-    """Raise one InputError that lists every problem of `plan`, if it has any."""
     found = problems(plan, world_size)
     if found:
         raise refusal(f"the plan '{plan}'", found)

@@ -76,7 +76,6 @@ def read(text: Any) -> dict[str, Any]:
 
 
 def _read(word: str) -> tuple[str, Any]:
-    """The field and value of a word; no field for an unknown one."""
     found = ((name, field.read(word)) for name, field in FIELDS.items())
     return next(((name, value) for name, value in found if value is not None), ("", None))
 

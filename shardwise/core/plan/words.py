@@ -191,7 +191,6 @@ def read_size(key: str, value: str) -> int:
 
 
 def like_a_size(value: str) -> bool:
-    """Whether a value is a SIZE, perhaps with a wrong unit or none."""
     return _LIKE_A_SIZE.fullmatch(value) is not None
 
 

@@ -209,7 +209,6 @@ LIBRARY: dict[str, Entry] = {
 
 
 def entry(name: str) -> Entry:
-    """The schedule called `name`. Raises InputError with the nearest name if there is none."""
     if name not in LIBRARY:
         near = suggest(name.lower(), LIBRARY, 0.3)
         raise bad(f"the schedule '{name}'", ", ".join(LIBRARY), near or "1f1b")

@@ -197,7 +197,6 @@ def takes(step: Step, schedule: Schedule) -> tuple[Token, ...]:
 
 
 def _weights(action: Action, schedule: Schedule) -> tuple[Token, ...]:
-    """What an action reads without consuming it: gathered parameters, and a weight version."""
     op, s, i = action
     if op in COMPUTE_OPS:
         whole = (Token("params", s, 0),) if schedule.gathers else ()

@@ -125,7 +125,6 @@ def filled(schedule: Schedule, most: int) -> Schedule:
 
 
 def _v_shape(p: int, m: int, phases: Sequence[Sequence[Phase]]) -> Schedule:
-    """The schedule of the ranks' phases; each chunk processes microbatches in order."""
     rows: list[tuple[Action, ...]] = []
     for r, phase in enumerate(phases):
         row: list[Action] = []

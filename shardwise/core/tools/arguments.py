@@ -47,13 +47,11 @@ def integer(name: str, value: Any, least: int, example: int, most: int | None = 
 
 
 def flag(name: str, value: Any) -> None:
-    """Raise InputError unless `value` is a bool: a text would be taken for True."""
     if not isinstance(value, bool):
         raise bad(f"{name}={short_repr(value)}", "True or False", f"{name}=True")
 
 
 def positive(name: str, value: Any) -> None:
-    """Raise InputError unless `value` is None or a number above 0; infinity is allowed."""
     if value is not None and not (is_number(value) and value > 0):
         allowed = "a number above 0, or None for no bound"
         raise bad(f"{name}={short_repr(value)}", allowed, f"{name}=1.0")
@@ -89,7 +87,6 @@ __all__ = ["beside", "suggest", "suggestions"]
 
 
 def suggest(word: str, known: Iterable[str], cutoff: float = 0.0) -> str:
-    """The most similar of the `known` words; "" if no similarity reaches `cutoff` (0 to 1)."""
     return next(iter(suggestions(word, known, 1, cutoff)), "")
 
 

@@ -40,9 +40,7 @@ _KINDS = (*_TABLES, "_backward_pre_hooks", "_backward_hooks", "_post_accumulate_
 class Driver(Protocol):
     """The owner of hooks."""
 
-    def require_copyable(self) -> None:
-        """Raise InputError if a copy of the module would not have all of its values."""
-        ...
+    def require_copyable(self) -> None: ...
 
 
 def no_copy(name: str) -> InputError:

@@ -142,7 +142,6 @@ def _text_of(part: object) -> str:
 
 
 def _function_text(function: Any) -> str:
-    """The name of a function, a hash of its code, and the floats that it reads."""
     inner: Any = function
     floats: dict[str, float] = {}
     while inner is not None:
@@ -190,7 +189,6 @@ def _code_text(code: Any) -> str:
 
 
 def _excerpts(*texts: str) -> list[str]:
-    """The texts, or of long ones the places at which they begin to differ."""
     equal = sum(1 for _ in takewhile(lambda chars: len({*chars}) == 1, zip(*texts, strict=False)))
     begin = max(0, equal - EXCERPT // 2)
     return [

@@ -70,7 +70,6 @@ def require_room(plan: Plan, predict: Predict) -> None:
 
 
 def _stages(found: Prediction) -> Iterable[int]:
-    """A rank of each pipeline stage, which differ in what they store."""
     if found.plan.pipeline is None:
         return [found.rank]
     return {found.plan.coordinate(r).get("pp", 0): r for r in range(found.plan.size)}.values()
@@ -80,7 +79,6 @@ def _stages(found: Prediction) -> Iterable[int]:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether an error of torch says that memory ran out, on a device or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     first = next(iter(str(error).splitlines()), "").lower()

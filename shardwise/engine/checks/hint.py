@@ -68,7 +68,6 @@ _INSTEAD = {
 
 
 def no_attribute(engine: Any, name: str) -> Any:
-    """Raise the error for an attribute that an engine does not have."""
     if name not in _INSTEAD:
         raise AttributeError(f"{type(engine).__name__!r} object has no attribute {name!r}")
     raise NoAttributeError(str(bad(f"engine.{name}", _ALLOWED, _INSTEAD[name])))

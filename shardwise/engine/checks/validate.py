@@ -51,7 +51,6 @@ _WRAPPERS = (
 
 
 def _not_wrapped_by_others(model: nn.Module, caller: str) -> None:
-    """Raise InputError if another library has wrapped `model` or a part of it."""
     for name, part in model.named_modules():
         kinds = [kind for kind in type(part).__mro__ if kind.__name__ in _WRAPPERS]
         if not kinds or kinds[0].__module__.startswith("shardwise."):
@@ -64,7 +63,6 @@ def _not_wrapped_by_others(model: nn.Module, caller: str) -> None:
 
 
 def _unusual(p: nn.Parameter) -> str:
-    """Why a parameter cannot be in a flat tensor; "" if it can."""
     if p.is_inference():
         return "made under torch.inference_mode"
     if p.is_complex():
@@ -87,7 +85,6 @@ def no_max_norm(model: nn.Module, copies: int) -> None:
 
 
 def no_backward_optimizer(model: nn.Module, what: str) -> None:
-    """Raise InputError if an optimizer is registered to run in the backward pass of `model`."""
     if any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()):
         raise in_backward(what)
 
@@ -113,7 +110,6 @@ def trainable(model: nn.Module) -> None:
 
 
 def recording() -> None:
-    """Raise InputError where autograd records nothing, so that no step can be made."""
     if not torch.is_grad_enabled():
         allowed = "a step where autograd records"
         instead = "engine.step(batch) outside of the block, or engine.evaluate(batch) in it"
@@ -193,7 +189,6 @@ def loss(value: Callable[[nn.Module, Any], Any]) -> Callable[[nn.Module, Any], T
 
 
 def _loss_problem(found: Any) -> str:
-    """What is wrong with the result of a loss; "" if nothing."""
     if not isinstance(found, Tensor):
         return f"a {type(found).__name__} ({short_repr(found)})"
     if found.numel() != 1:
@@ -206,12 +201,10 @@ def _loss_problem(found: Any) -> str:
 
 
 def tokens(value: Callable[[Any], Any] | None) -> Callable[[Any], int] | None:
-    """Wrap `tokens` so that it must return an integer from 0 up.  Raises InputError like `loss`."""
     return _counting("tokens", value, "tokens=lambda batch: batch[0].numel()")
 
 
 def rows(value: Callable[[Any], Any] | None) -> Callable[[Any], int] | None:
-    """Wrap `rows` so that it must return an integer from 0 up.  Raises InputError like `loss`."""
     return _counting("rows", value, "rows=lambda batch: len(batch[0])")
 
 

@@ -149,7 +149,6 @@ def is_extra(key: str) -> bool:
 
 
 def _full(whole: nn.Module, boxes: list[Box], axis: Axis, device: torch.device) -> dict[str, Any]:
-    """The state of the module `whole` (real or on meta) from the boxes of all ranks."""
     arrived = collected(boxes, axis, device)
     if axis.rank:
         return {}

@@ -78,7 +78,6 @@ def _scalar(value: Any) -> dict[str, Any] | None:
 
 
 def _tensor(value: Any) -> Tensor | None:
-    """A tensor of the value's elements; None for a value that has none."""
     if isinstance(value, Tensor):
         return value if value.layout is torch.strided else None
     try:

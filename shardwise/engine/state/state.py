@@ -104,7 +104,6 @@ class Loading:
 
 
 def weights(flats: Sequence[Flat], optimizer: ShardedOptimizer) -> list[Box]:
-    """The boxes of this rank's pieces of the parameters. Raises DiskError."""
     optimizer.follow(optimizer.flats)
     optimizer.states.expose()
     masters = {id(f): optimizer.masters.get(k) for k, f in enumerate(optimizer.flats)}

@@ -81,7 +81,6 @@ def with_uneven_stages(candidate: Candidate, model: CutModel, cluster: Cluster) 
 
 
 def _moved(counts: Counts, cost: Callable[[Counts], float]) -> Counts:
-    """The counts after the best move of a block, while one makes the cost less."""
     least = cost(counts)
     while near := {other: cost(other) for other in _moves(counts)}:
         other = min(near, key=near.__getitem__)
@@ -238,7 +237,6 @@ class PlanCosts:
         return Candidate(whole(min(number, blocks.number)), rows) if number > 0 else candidate
 
     def sent_bytes(self, ranked: RankedPlan) -> dict[str, int]:
-        """The bytes that rank 0 sends in a step, by axis."""
         sent = Counter[str]()
         for line, sent_bytes in self.recordings.of(ranked.plan, ranked.rows).sent().items():
             sent[line.axis] += sent_bytes
@@ -340,7 +338,6 @@ class PlanCosts:
         return computing_s + SHARED * moved_bytes / self.cluster.bytes_per_s
 
     def _stored(self, candidate: Candidate, rank: int) -> tuple[int, int]:
-        """The bytes between steps, and the gradients' part."""
         plan = candidate.plan
         chunks = plan.pipeline and allowed(plan.pipeline, plan.mesh.size_of(PIPELINE))[1].v
         key = plan.axes, plan.context, plan.row, plan.offload, chunks, plan.stages, rank
@@ -362,6 +359,5 @@ class PlanCosts:
 
 
 def too_large(candidate: Candidate, over: int) -> RefusedPlan:
-    """A plan that does not fit, by so many bytes at least."""
     reason = f"it does not fit: at least {over:,} bytes more than a device has"
     return RefusedPlan(candidate.plan, reason, candidate.rows, over)

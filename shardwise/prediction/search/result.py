@@ -235,13 +235,11 @@ class SearchResult:
 
 
 def _listed(parts: Mapping[str, float], form: str = ".3g") -> str:
-    """Seconds by name, the longest first."""
     ordered = sorted(parts.items(), key=lambda part: -abs(part[1]))
     return ", ".join(f"{name} {seconds:{form}} s" for name, seconds in ordered if seconds)
 
 
 def parts_of(time: StepTime) -> dict[str, float]:
-    """The parts of a step's time that are not zero, by name."""
     parts = {"compute": time.compute_s}
     parts |= {f"exposed {axis}": seconds for axis, seconds in time.exposed_s.items()}
     parts |= {"bubble": time.bubble_s, "update": time.update_s}

@@ -125,7 +125,6 @@ def _push(
     costs: PlanCosts,
     refused: list[RefusedPlan],
 ) -> None:
-    """Queue a plan after its bound, or add it to the refused ones."""
     try:
         if known:
             over = costs.over_bytes(candidate)

@@ -214,7 +214,6 @@ class RankWork:
         return self.network.seconds(_lines(sent, ("check", "update"), kind="broadcast"))
 
     def _inline(self) -> dict[str, dict[str, float]]:
-        """The seconds of collectives within layers, of a microbatch, by phase."""
         found = {phase: defaultdict[str, float](float) for phase in PHASES}
         one = replace(self.share, spec=_first_microbatch(self.found.spec))
         for sent in [each.sends(one) for each in PRICES]:

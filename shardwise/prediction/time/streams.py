@@ -48,7 +48,6 @@ class Streams:
         self.compute_s += seconds
 
     def exchange(self, moves: AxisSeconds) -> None:
-        """A collective whose result is needed immediately."""
         for axis, seconds in moves.items():
             self.now += seconds
             self.exposed_s[axis] += seconds
