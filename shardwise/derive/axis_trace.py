@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.derive.axis_rules import Dim, Dims, TracedAxis, fresh, leaves, mix, propagate, unite
 from shardwise.observe import work
-from shardwise.observe.meta_pass import as_on_processor
+from shardwise.observe.meta_pass import as_on
 from shardwise.techniques.data.outputs import tensors_in
 from shardwise.techniques.tensor.tensor_table import ModuleShape
 
@@ -269,7 +269,7 @@ def traced(
         torch.no_grad(),
         torch.random.fork_rng(devices=[]),
         trace.watching(model),
-        as_on_processor(trace),
+        as_on(torch.device("cpu"), trace),
     ):
         call(model)
     trace.settle()

@@ -34,7 +34,7 @@ from shardwise.derive.axis_trace import (
     named,
 )
 from shardwise.engine.spec_of_model import on_tensor_axis
-from shardwise.observe.meta_pass import UNKNOWN, as_on_processor
+from shardwise.observe.meta_pass import UNKNOWN, as_on
 from shardwise.techniques.tensor.tensor_table import Table
 
 #: Of more groups that exclude each other, the largest are chosen one by one.
@@ -264,10 +264,10 @@ Result = tuple[str, tuple[int, ...]]
 
 
 def _shapes(model: nn.Module, call: Callable[[nn.Module], Any]) -> list[Result]:
-    record = _Shapes()
+    record, cpu = _Shapes(), torch.device("cpu")
     end = model.register_forward_hook(record.end, prepend=True)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), as_on_processor(record):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), as_on(cpu, record):
             call(model)
     finally:
         end.remove()

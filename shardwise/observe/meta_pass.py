@@ -137,7 +137,7 @@ def _recorded(
         stack.enter_context(record.watching(model, heads))
         stack.enter_context(recorded(model, record.move))
         stack.enter_context(saved_tensors_hooks(record.save, lambda x: x))
-        stack.enter_context(as_on_processor(record, kernels))
+        stack.enter_context(as_on(torch.device("cpu"), record, kernels=kernels))
         stack.enter_context(around(model, record.rows.append) if around else nullcontext())
         loss = call(model, batch)
         if loss.requires_grad:
@@ -408,12 +408,6 @@ def as_on(
     """Inside, a model on meta computes as on `device`; operations on real tensors are real."""
     with AsOn(record, device, kernels), ToMeta(record, strict=strict):
         yield
-
-
-def as_on_processor(
-    record: PassRecorder | None = None, kernels: Kernels = "cpu"
-) -> AbstractContextManager[None]:
-    return as_on(torch.device("cpu"), record, kernels=kernels)
 
 
 def _moved(x: Tensor) -> Tensor:
