@@ -157,18 +157,6 @@ class Keeps(nn.Linear):
         return super().forward(x)
 
 
-def test_a_buffer_that_differs_between_ranks_is_loaded_from_the_first():
-    """Each data rank keeps its own rows' until the next step begins with those of rank 0."""
-    made = Trainable(
-        "keeps",
-        lambda: settled(nn.Sequential(Keeps(), nn.Linear(6, 6))),
-        lambda m, x: m(x).square().mean(),
-        lambda rows, s: torch.randn(rows, 6, generator=torch.Generator().manual_seed(s)),
-    )
-    found = shortly("dp2 fp64", made)
-    assert found.holds, found.first_difference
-
-
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -177,18 +165,6 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = functional.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x))
         return 4 * self.head(y.mean(1))
-
-
-def test_the_rounding_of_a_gradient_that_is_zero_is_no_difference():
-    """As that of the keys' bias: it is compared with what a last bit of the weights changes."""
-    made = Trainable(
-        "attention",
-        lambda: settled(Attention()),
-        lambda m, x: functional.cross_entropy(m(x), x[:, 0].argmax(-1)),
-        lambda rows, s: torch.randn(rows, 9, 16, generator=torch.Generator().manual_seed(s)),
-    )
-    found = shortly("dp2 fp32", made)
-    assert found.holds, found.first_difference
 
 
 class Teaches(nn.Module):
@@ -206,16 +182,34 @@ def compared(model: nn.Module, x: Tensor) -> Tensor:
     return (student(student(x)) - taught).square().mean()
 
 
-def test_bytes_of_a_loss_that_calls_modules_of_the_model_are_predicted():
-    """In their phases, after an evaluation too; the teacher is not gathered in the backward."""
-    made = Trainable(
-        "teaches",
-        lambda: settled(Teaches()),
-        compared,
-        lambda rows, s: torch.randn(rows, 6, generator=torch.Generator().manual_seed(s)),
-    )
-    found = shortly("dp2 zero3 fp64", made)
-    assert found.holds, found.sent
+#: What is no difference: a plan, a model, its loss, and the shape of a row.
+RIGHT: dict[str, tuple[str, Callable[[], nn.Module], Callable[..., Tensor], tuple[int, ...]]] = {
+    # each data rank keeps its own rows' until the next step begins with those of rank 0
+    "a buffer that differs between ranks": (
+        *("dp2 fp64", lambda: nn.Sequential(Keeps(), nn.Linear(6, 6))),
+        *(lambda m, x: m(x).square().mean(), (6,)),
+    ),
+    # as that of the keys' bias: it is compared with what a last bit of the weights changes
+    "the rounding of a gradient that is zero": (
+        *("dp2 fp32", Attention),
+        *(lambda m, x: functional.cross_entropy(m(x), x[:, 0].argmax(-1)), (9, 16)),
+    ),
+    # in their phases, after an evaluation too; the teacher is not gathered in the backward
+    "a loss that calls modules": ("dp2 zero3 fp64", Teaches, compared, (6,)),
+}
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_holds(name: str):
+    """No difference is reported, and all bytes are as predicted."""
+    plan, make, loss, shape = RIGHT[name]
+
+    def batch(rows: int, seed: int) -> Tensor:
+        return torch.randn(rows, *shape, generator=torch.Generator().manual_seed(seed))
+
+    found = shortly(plan, Trainable(name, lambda: settled(make()), loss, batch))
+    assert found.holds, (found.first_difference, found.sent)
 
 
 @pytest.mark.full
