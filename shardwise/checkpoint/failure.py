@@ -18,9 +18,8 @@ _CPP = re.compile(r"\[enforce fail at [^]]*\]\s*\.?\s*|\(function \w+\)|Exceptio
 
 
 def reason(failures: Mapping[int, BaseException], what: str) -> BaseException:
-    """The error to raise on every rank.
-
-    Errors other than InputError and interrupts become a RunError that names the first rank.
+    """The error to raise on every rank. Errors other than InputError and interrupts become a
+    RunError that names the first rank.
     """
     rank, cause = min(failures.items(), key=lambda entry: entry[0])
     refused = [error for error in failures.values() if isinstance(error, InputError)]
@@ -38,10 +37,8 @@ def plain(text: str) -> str:
 
 
 def unwritten(error: OSError | RuntimeError, folder: Path) -> OSError:
-    """The operating system's error behind a failed write.
-
-    If the disk is full, torch's zip writer fails again when it is closed, with an error about
-    positions in a C++ stream.
+    """The operating system's error behind a failed write. If the disk is full, torch's zip writer
+    fails again when it is closed, with an error about positions in a C++ stream.
     """
     for cause in causes(error):
         if isinstance(cause, OSError):
@@ -74,9 +71,8 @@ def damaged(file: Path, why: str) -> InputError:
 
 
 def unread(file: Path, error: OSError) -> InputError:
-    """A file that could not be read is damaged only if it is missing or no regular file.
-
-    Without permission, or while a disk or a server does not answer, its contents may be right.
+    """A file that could not be read is damaged only if it is missing or no regular file. Without
+    permission, or while a disk or a server does not answer, its contents may be right.
     """
     why = error.strerror or str(error)
     if error.errno in (errno.ENOENT, errno.EINVAL, errno.ENOTDIR, errno.EISDIR, errno.ELOOP):

@@ -92,9 +92,8 @@ def all_in(folder: Path) -> list[Path]:
 
 
 def find(folder: str | os.PathLike[str]) -> Path:
-    """The newest complete checkpoint in a folder, or the folder itself if it is a checkpoint.
-
-    A checkpoint that lacks a file is returned too: opening it names the file.
+    """The newest complete checkpoint in a folder, or the folder itself if it is a checkpoint. A
+    checkpoint that lacks a file is returned too: opening it names the file.
     """
     folder = as_path(folder)
     try:
@@ -129,9 +128,8 @@ def _none(folder: Path, what: str) -> InputError:
 
 
 def prune(folder: str | os.PathLike[str], keep: int, *, best: bool = False) -> list[Path]:
-    """Remove all but the `keep` newest checkpoints; returns those removed. One rank calls it.
-
-    The checkpoint that `find` returns stays, and with `best` the one of `best_in`.
+    """Remove all but the `keep` newest checkpoints; returns those removed. One rank calls it. The
+    checkpoint that `find` returns stays, and with `best` the one of `best_in`.
     """
     integer("keep", keep, 1, 2)
     whole = all_in(as_path(folder))
@@ -159,9 +157,8 @@ def _validation(path: Path) -> float:
 
 
 def clear(path: Path) -> None:
-    """Make an empty folder, and remove what interrupted saves left. One rank calls it.
-
-    What cannot be removed stays, unless it has the name of the new folder.
+    """Make an empty folder, and remove what interrupted saves left. One rank calls it. What cannot
+    be removed stays, unless it has the name of the new folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     _settle(path.parent)
@@ -171,9 +168,8 @@ def clear(path: Path) -> None:
 
 
 def publish(path: Path, step: int) -> Path:
-    """Rename a complete checkpoint to its final name, and update `latest`. One rank calls it.
-
-    All that a full disk can refuse is written before the first rename.
+    """Rename a complete checkpoint to its final name, and update `latest`. One rank calls it. All
+    that a full disk can refuse is written before the first rename.
     """
     folder = path.parent
     final = folder / name_of(step)

@@ -241,9 +241,8 @@ class Contents:
 
 
 def describe(folder: str | os.PathLike[str], deep: bool = False) -> Contents:
-    """The contents of the newest checkpoint in `folder`, or of `folder` if it is a checkpoint.
-
-    With `deep`, every byte is read and compared with its hash.
+    """The contents of the newest checkpoint in `folder`, or of `folder` if it is a checkpoint. With
+    `deep`, every byte is read and compared with its hash.
     """
     opened = open_checkpoint(find(folder))
     if deep:

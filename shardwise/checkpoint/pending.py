@@ -86,9 +86,8 @@ class PendingCheckpoint:
             self._abandoned.set()
 
     def result(self) -> Path:
-        """Wait until the checkpoint is published; its path. All ranks must call it.
-
-        Raises RunError on all ranks if one failed.
+        """Wait until the checkpoint is published; its path. All ranks must call it. Raises RunError
+        on all ranks if one failed.
         """
         self._settle()
         self._reported = True
@@ -191,10 +190,9 @@ class PendingCheckpoint:
 
 
 def snapshot(pieces: dict[Any, Tensor], tiers: Tiers) -> list[Pending[Tensor]]:
-    """Replace tensors by copies in host memory; returns the ends of the copies.
-
-    On CUDA a side stream copies them to pinned memory. The current stream waits for that before it
-    computes anything that follows; the host does not wait.
+    """Replace tensors by copies in host memory; returns the ends of the copies. On CUDA a side
+    stream copies them to pinned memory. The current stream waits for that before it computes
+    anything that follows; the host does not wait.
     """
     ends: list[Pending[Tensor]] = []
     rooms = {key: -(-piece.nbytes // ALIGN_BYTES) * ALIGN_BYTES for key, piece in pieces.items()}

@@ -41,10 +41,9 @@ T = TypeVar("T")
 
 
 class PlannedSave:
-    """The save of a checkpoint; every rank knows what it writes.
-
-    If saving fails, older checkpoints are unchanged. Rank 0 holds the lock of the folder until
-    `held` ends, which also removes what a failed save leaves.
+    """The save of a checkpoint; every rank knows what it writes. If saving fails, older checkpoints
+    are unchanged. Rank 0 holds the lock of the folder until `held` ends, which also removes what a
+    failed save leaves.
     """
 
     def __init__(
@@ -144,9 +143,8 @@ class PlannedSave:
             )
 
     def finish(self) -> Path:
-        """Write and publish; the path. Called by all ranks, which meet after each.
-
-        Raises RunError on all ranks if one cannot write, or refuses to, and `failure`.
+        """Write and publish; the path. Called by all ranks, which meet after each. Raises RunError
+        on all ranks if one cannot write, or refuses to, and `failure`.
         """
         if self.failure is not None:
             raise self.failure

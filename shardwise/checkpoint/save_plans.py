@@ -53,10 +53,9 @@ Block = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes in the full
 
 @dataclass
 class Pages:
-    """Calls `release` after each EVERY_BYTES of tensors that were `seen`.
-
-    States on a disk (comm/tiers/disk.py) are mapped: each page that is read or written counts as
-    memory of the process, which would grow to the size of the states.
+    """Calls `release` after each EVERY_BYTES of tensors that were `seen`. States on a disk
+    (comm/tiers/disk.py) are mapped: each page that is read or written counts as memory of the
+    process, which would grow to the size of the states.
     """
 
     release: Callable[[], None] = lambda: None
@@ -90,9 +89,8 @@ def overlap(a: Block, b: Block) -> Block | None:
 
 
 class BoxSavePlanner(SavePlanner):
-    """Offers this rank's boxes for writing.
-
-    `checked` has the tensors whose elements must be finite, each with the text of the error.
+    """Offers this rank's boxes for writing. `checked` has the tensors whose elements must be
+    finite, each with the text of the error.
     """
 
     def __init__(
@@ -179,7 +177,6 @@ class BoxSavePlanner(SavePlanner):
 
 def _alone(piece: Tensor) -> Tensor:
     """The piece with a storage of its own size over the same memory, if it has no gaps.
-
     torch.distributed.checkpoint copies a tensor that is a part of a storage, and keeps the copies
     until it has written all: as much memory again as is saved.
     """

@@ -133,9 +133,8 @@ class Pieces(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
     def read_metadata(self) -> Metadata:
-        """The checkpoint's metadata; if unreadable, with the InputError as `planner_data`.
-
-        The planner raises that error, because errors of a planner reach every rank.
+        """The checkpoint's metadata; if unreadable, with the InputError as `planner_data`. The
+        planner raises that error, because errors of a planner reach every rank.
         """
         try:
             self.path = folders.find(self.folder)

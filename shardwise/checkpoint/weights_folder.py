@@ -84,7 +84,6 @@ class WeightsFolder:
 
     def __call__(self, name: str, tensor: Tensor) -> None:
         """Copy the weight `name` into `tensor`, in its dtype. Raises InputError for another shape.
-
         As `fill=` of parallelize it loads a model on the meta device unit by unit.
         """
         saved = self.tensor(name)
@@ -144,10 +143,9 @@ def fill_from(folder: object) -> WeightsFolder:
 
 @contextmanager
 def new_folder(to: Path, allowed: Sequence[str], *, overwrite: bool) -> Iterator[Path]:
-    """A folder to write to, which is renamed to `to` when the block ends without an error.
-
-    If the block fails, its files are removed and an existing folder is unchanged. What a killed
-    writer of the same folder left is removed first.
+    """A folder to write to, which is renamed to `to` when the block ends without an error. If the
+    block fails, its files are removed and an existing folder is unchanged. What a killed writer of
+    the same folder left is removed first.
     """
     if to.name in ("", ".."):  # "." and "/" too
         allowed = "a new folder, with a name of its own"
@@ -266,9 +264,8 @@ def writing(path: Path, lock: Path) -> Iterator[None]:
 
 
 def settle(to: Path) -> Path:
-    """Remove what a killed writer of `to` left; returns the name to write under, which is free.
-
-    If it was killed between two renames, the folder that it was replacing gets its name back.
+    """Remove what a killed writer of `to` left; returns the name to write under, which is free. If
+    it was killed between two renames, the folder that it was replacing gets its name back.
     """
     unfinished, replaced = _beside(to, "writing"), _beside(to, "replaced")
     if replaced.exists() and not to.exists():

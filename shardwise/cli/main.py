@@ -90,9 +90,8 @@ def run_app(app: typer.Typer, given: Sequence[str], program: str, *, ends: bool 
 
 
 def end_in(seconds: float, code: int) -> None:
-    """Exit this process after `seconds` if it still runs.
-
-    A thread or exit handler of a library may keep it alive, and torchrun would wait for it.
+    """Exit this process after `seconds` if it still runs. A thread or exit handler of a library may
+    keep it alive, and torchrun would wait for it.
     """
 
     def _end() -> None:
@@ -389,9 +388,8 @@ EXAMPLES: Final[Mapping[str, str]] = {
 
 
 def answer(error: Any, program: str, given: Sequence[str]) -> str:
-    """What is wrong in the command line, and a line that works.
-
-    For an empty command line, the help, unless the library has shown it.
+    """What is wrong in the command line, and a line that works. For an empty command line, the
+    help, unless the library has shown it.
     """
     message = " ".join(str(error.format_message()).split())
     if type(error).__name__ == "NoArgsIsHelpError":

@@ -132,9 +132,8 @@ def new_console() -> Console:
 def numbers_of(
     found: "Prediction", model: str, began: float, cluster: "Cluster | None" = None
 ) -> dict[str, Any]:
-    """The keys of `shardwise predict --json` that the prediction itself gives.
-
-    `began` is the time.perf_counter() at the start of the command.
+    """The keys of `shardwise predict --json` that the prediction itself gives. `began` is the
+    time.perf_counter() at the start of the command.
     """
     return {
         "plan": str(found.plan),
@@ -158,10 +157,9 @@ def numbers_of(
 
 
 class PredictRequest(NamedTuple):
-    """A command line as plan, model, a rank's batch, and the options of `parallelize`.
-
-    `share` makes a batch of the same shapes for another data rank. predict_request(*given) makes
-    the same request in another process.
+    """A command line as plan, model, a rank's batch, and the options of `parallelize`. `share`
+    makes a batch of the same shapes for another data rank. predict_request(*given) makes the same
+    request in another process.
     """
 
     plan: Plan

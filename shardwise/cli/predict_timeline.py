@@ -56,7 +56,6 @@ class Series(NamedTuple):
 
 class StepMemory(NamedTuple):
     """The memory of a rank in a step: `predicted` and `measured` events, each may be empty.
-
     `allocator` has the highest values of CUDA's caching allocator.
     """
 
@@ -140,9 +139,8 @@ def engine_on(request: PredictRequest, world: "World") -> "tuple[Engine, Any]":
 
 
 def _allocator(device: "torch.device") -> dict[str, int]:
-    """The peaks of CUDA's caching allocator; nothing for other devices.
-
-    `inactive_split_bytes` are free, but in blocks of which another part is in use.
+    """The peaks of CUDA's caching allocator; nothing for other devices. `inactive_split_bytes` are
+    free, but in blocks of which another part is in use.
     """
     from torch import cuda
 

@@ -99,10 +99,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class Fit:
-    """seconds = latency_s + sent_bytes / bytes_per_s.
-
-    `residual` is the root mean square of the relative errors; `bytes_per_s` None if the time does
-    not grow with the bytes.
+    """seconds = latency_s + sent_bytes / bytes_per_s. `residual` is the root mean square of the
+    relative errors; `bytes_per_s` None if the time does not grow with the bytes.
     """
 
     axis: str
@@ -148,9 +146,8 @@ def _once(collective: Collective, x: Tensor, axis: Axis) -> float:
 
 
 def fit(timings: Sequence[Timing]) -> Fit:
-    """The line with the least relative squared error through the timings of one collective.
-
-    Neither latency nor 1 / bandwidth is negative: if the best line has a negative one, it is 0.
+    """The line with the least relative squared error through the timings of one collective. Neither
+    latency nor 1 / bandwidth is negative: if the best line has a negative one, it is 0.
     """
     t = np.array([each.seconds for each in timings])
     x = np.array([float(each.sent_bytes) for each in timings])

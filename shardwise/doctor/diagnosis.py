@@ -90,9 +90,8 @@ def versions() -> tuple[tuple[str, str], ...]:
 
 @dataclass(frozen=True)
 class RankDiagnosis:
-    """One rank's results. `checks` has by axis and collective what is wrong, or "".
-
-    `timings` are the same on all ranks; `device` is None if its speed was not measured.
+    """One rank's results. `checks` has by axis and collective what is wrong, or "". `timings` are
+    the same on all ranks; `device` is None if its speed was not measured.
     """
 
     machine: Machine
@@ -230,10 +229,9 @@ class Diagnosis:
 
 
 def measured_cluster(found: Diagnosis) -> Cluster:
-    """The cluster that `shardwise predict --cluster FILE` reads.
-
-    Devices are the median over ranks. Links are the line of `send` on an axis within a host, and of
-    one across hosts; collectives are their own lines, relative to what such links would take.
+    """The cluster that `shardwise predict --cluster FILE` reads. Devices are the median over ranks.
+    Links are the line of `send` on an axis within a host, and of one across hosts; collectives are
+    their own lines, relative to what such links would take.
     """
     hosts = list(found.hosts.values())
     local = max(map(len, hosts))

@@ -105,9 +105,8 @@ def with_tokenizer(config: Config) -> Config:
 
 
 def override(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Apply each `section.key=value` to `values`.
-
-    A value that is not TOML is taken as text, as is any value of a key of type text.
+    """Apply each `section.key=value` to `values`. A value that is not TOML is taken as text, as is
+    any value of a key of type text.
     """
     merged = {name: dict(part) if isinstance(part, dict) else part for name, part in values.items()}
     for text in overrides:

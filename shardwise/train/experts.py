@@ -11,11 +11,9 @@ from shardwise.train.metrics import Record
 
 
 class StepLoads(NamedTuple):
-    """The layers of experts of all stages in a training step.
-
-    `computed` has choices by layer and expert. `dropped` is the share of choices beyond the
-    capacity. `entropy`, in nats, is that of a token's probabilities, the mean over tokens and
-    layers; None if no layer reports it.
+    """The layers of experts of all stages in a training step. `computed` has choices by layer and
+    expert. `dropped` is the share of choices beyond the capacity. `entropy`, in nats, is that of a
+    token's probabilities, the mean over tokens and layers; None if no layer reports it.
     """
 
     computed: dict[str, list[int]] | None = None

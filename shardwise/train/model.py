@@ -59,9 +59,8 @@ def with_least_offload(prepared: PreparedRun, world: World) -> PreparedRun:
 
 
 def largest_share(prepared: PreparedRun) -> Batch:
-    """A batch with as many rows as the first data rank has in a step; no rank has more.
-
-    Not on meta, since a pipeline would take such a batch for an activation of no layer.
+    """A batch with as many rows as the first data rank has in a step; no rank has more. Not on
+    meta, since a pipeline would take such a batch for an activation of no layer.
     """
     rows = -(-prepared.config.train.batch // prepared.plan.shares)
     tokens = torch.zeros(rows, prepared.sizes.sequence, dtype=torch.int64)

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class RunStart:
     """How to use the run's folder: continue the run, replace it, or (neither) require a new one.
-
     `auto`: continue if a checkpoint was saved, else start, replacing a run without one.
     """
 
@@ -160,9 +159,8 @@ def check_same(before: "Sizes", now: "Sizes") -> None:
 def prepare(
     config: Config, ranks: int, start: RunStart, most_bytes: float = math.inf
 ) -> PreparedRun:
-    """Check and prepare the inputs of a run on `ranks` ranks. Raises InputError for wrong ones.
-
-    A check without a run tokenises only about `most_bytes` of larger data.
+    """Check and prepare the inputs of a run on `ranks` ranks. Raises InputError for wrong ones. A
+    check without a run tokenises only about `most_bytes` of larger data.
     """
     plan = checked_plan(config, ranks)
     check_cluster(config, plan)
@@ -191,10 +189,9 @@ def prepare(
 
 @contextmanager
 def hold_folder(config: Config, start: RunStart, patience_s: float = 0.0) -> Iterator[RunStart]:
-    """Hold the lock on the run's folder; yields `start` with `auto` resolved under the lock.
-
-    The launcher holds it for its ranks, else rank 0 does. Folders that it made are removed if they
-    are empty at the end.
+    """Hold the lock on the run's folder; yields `start` with `auto` resolved under the lock. The
+    launcher holds it for its ranks, else rank 0 does. Folders that it made are removed if they are
+    empty at the end.
     """
     path = config.folder / RUN_LOCK
     with ExitStack() as held:

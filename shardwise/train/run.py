@@ -220,9 +220,8 @@ def require_no_signal(run: Run) -> None:
 
 
 def own_cost(run: Run) -> RankCost:
-    """The memory of this rank and the traffic of its last step, measured and predicted.
-
-    Nothing is predicted if this program made no step, or if the model's forward reads values.
+    """The memory of this rank and the traffic of its last step, measured and predicted. Nothing is
+    predicted if this program made no step, or if the model's forward reads values.
     """
     engine, last = run.engine, run.last
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES

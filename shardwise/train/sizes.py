@@ -136,7 +136,6 @@ def _trained_on_text(sizes: MoEConfig) -> MoEConfig:
 
 def state_bytes(sizes: Sizes, plan: Plan) -> int:
     """A lower bound of the bytes on all ranks between steps: weights, gradients, Adam's state.
-
     Excludes padding, parameters that tensor ranks replicate, activations, and states on a disk.
     """
     shard, states = plan.mesh.size_of(plan.shard_axis or "none"), plan.states

@@ -72,9 +72,8 @@ class SaveCosts:
 
 
 def disk_line(engine: Engine) -> str:
-    """The line of rank 0; "" on other ranks, and for a run without a disk. All ranks call it.
-
-    A rate is taken over the time in which some request of a rank is under way.
+    """The line of rank 0; "" on other ranks, and for a run without a disk. All ranks call it. A
+    rate is taken over the time in which some request of a rank is under way.
     """
     if engine.disk is None:
         return ""
@@ -99,7 +98,6 @@ def _rate(ranks: list[tuple[int, float]]) -> str:
 @dataclass(frozen=True)
 class RankCost:
     """A rank's memory by category and traffic per step by kind: measured and predicted.
-
     `bytes_between` has the least and the most bytes of the kinds that depend on values.
     `peak_bytes` is the most memory of the rank's process.
     """

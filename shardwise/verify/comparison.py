@@ -109,9 +109,8 @@ class Comparison:
             oracle.weights.rate(factor)
 
     def overflow(self, engine: Engine, step: int) -> None:
-        """Check in fp16 that a step whose gradient overflows is skipped and changes no weight.
-
-        It halves the scale. The next step doubles it, and all is as in one process.
+        """Check in fp16 that a step whose gradient overflows is skipped and changes no weight. It
+        halves the scale. The next step doubles it, and all is as in one process.
         """
         before = self.states(engine, copied=True)
         kept = (engine.scale.value, engine.scale.good) == (LOSS_SCALE, engine.steps)
@@ -161,10 +160,9 @@ class Comparison:
             self.errors.append(published(engine))
 
     def buffers(self, engine: Engine) -> None:
-        """Compare buffers that never change, and buffers of layers of experts.
-
-        The latter count the tokens of all ranks. Others may depend on how the batch is divided, and
-        are compared only if it is not.
+        """Compare buffers that never change, and buffers of layers of experts. The latter count the
+        tokens of all ranks. Others may depend on how the batch is divided, and are compared only if
+        it is not.
         """
         found: dict[str, float] = {}
         short, undivided = self.oracles.unit > 0, engine.data_ranks * engine.microbatches == 1
@@ -241,9 +239,8 @@ class Comparison:
         self.flushed = True  # no update is pending after the load
 
     def not_finite(self, engine: Engine, step: int) -> None:
-        """Check that gradients that are not finite raise, and change nothing.
-
-        In fp16 the step is skipped (`overflow`). The engine cannot be used afterwards.
+        """Check that gradients that are not finite raise, and change nothing. In fp16 the step is
+        skipped (`overflow`). The engine cannot be used afterwards.
         """
         if not any(bool(grad.any()) for grad in self.oracles.exact.weights.used.values()):
             return  # as on all ranks
@@ -320,10 +317,9 @@ def compare(
     steps: int,
     fresh: Callable[[], tuple[Engine, Theory]] | None = None,
 ) -> Finding:
-    """Train the engine and its oracles on `batch(rows, seed, device)`, and compare.
-
-    `theory(batch)` is the prediction for this rank's share of a batch. `fresh()` makes another
-    engine of the same plan and its theory, to load a checkpoint of this one.
+    """Train the engine and its oracles on `batch(rows, seed, device)`, and compare. `theory(batch)`
+    is the prediction for this rank's share of a batch. `fresh()` makes another engine of the same
+    plan and its theory, to load a checkpoint of this one.
     """
     so_far = Comparison(oracles, theory, batch, [], [])
     so_far.routes.watch(ours)

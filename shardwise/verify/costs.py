@@ -43,11 +43,9 @@ class Costs:
         skipped: int = 0,
         loads: Sequence[Loads] = (),
     ) -> "Costs":
-        """The costs with the last step of `engine`.
-
-        `flushed`: something, such as an evaluation, had finished a delayed update before that step.
-        `skipped` steps before it were skipped, the last one right before it. `loads` are the
-        oracle's.
+        """The costs with the last step of `engine`. `flushed`: something, such as an evaluation,
+        had finished a delayed update before that step. `skipped` steps before it were skipped, the
+        last one right before it. `loads` are the oracle's.
         """
         if not self.hold:
             return self

@@ -230,10 +230,9 @@ def alone_of(trainable: Trainable, plan: Plan, device: torch.device) -> Oracles:
 
 
 def with_noise(oracles: Oracles, trainable: Trainable, plan: Plan, device: torch.device) -> Oracles:
-    """The oracles that measure rounding, if anything is computed in 32 bits or fewer.
-
-    In fp32 a second oracle begins with other last bits of the weights. In 16 bits one process
-    rounds the gradients of each rank's microbatch, as the run does, if the loss is their mean.
+    """The oracles that measure rounding, if anything is computed in 32 bits or fewer. In fp32 a
+    second oracle begins with other last bits of the weights. In 16 bits one process rounds the
+    gradients of each rank's microbatch, as the run does, if the loss is their mean.
     """
     exact, alone = oracles.exact, oracles.alone
     if alone is not None:
@@ -257,9 +256,8 @@ def with_noise(oracles: Oracles, trainable: Trainable, plan: Plan, device: torch
 def _rounded_each(
     oracles: Oracles, exact: Oracle, trainable: Trainable, device: torch.device
 ) -> Microbatches:
-    """The microbatches of one process in 16 bits: each rank's, if the loss is their mean.
-
-    It is if their exact gradients differ from those of the whole batch by less than one rounding.
+    """The microbatches of one process in 16 bits: each rank's, if the loss is their mean. It is if
+    their exact gradients differ from those of the whole batch by less than one rounding.
     """
     whole = exact.microbatches
     if whole.each != "batch" or whole.data_ranks * whole.number == 1:

@@ -23,9 +23,8 @@ FORGOTTEN: Final = 0.5
 
 
 def reload_engine(saved: Engine, fresh: Engine) -> Engine:
-    """Save `saved` to a temporary folder, and load it into `fresh`. Called by all ranks.
-
-    All weights of `fresh` are overwritten before: it has the seed of `saved`.
+    """Save `saved` to a temporary folder, and load it into `fresh`. Called by all ranks. All
+    weights of `fresh` are overwritten before: it has the seed of `saved`.
     """
     _forget(fresh)
     world = saved.world

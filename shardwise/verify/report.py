@@ -52,10 +52,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class ReportRow:
-    """One line of a report, and whether it holds.
-
-    `part` is "parity", with the values "error" and "bound"; or "sent" or "held", with the bytes of
-    one rank by their source: "theory" and "counted" or "read".
+    """One line of a report, and whether it holds. `part` is "parity", with the values "error" and
+    "bound"; or "sent" or "held", with the bytes of one rank by their source: "theory" and "counted"
+    or "read".
     """
 
     part: str

@@ -113,9 +113,8 @@ class PositionShards(Applied):
         return [part for part, _, _ in self.parts]
 
     def weight(self, count: float, part: Any, tokens: Callable[[Any], int] | None) -> float:
-        """The tokens of this rank's positions; without the user's function, by their number.
-
-        Labels that a model of transformers shifts are not those that such a function counts.
+        """The tokens of this rank's positions; without the user's function, by their number. Labels
+        that a model of transformers shifts are not those that such a function counts.
         """
         found = next((of for own, of, _ in self.parts if own is part), None)
         if self.mode is None or found is None:

@@ -29,7 +29,6 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The output of the block, and lse, which is -inf in rows whose mask excludes every key.
-
     `causal` needs as many rows as keys. `mask` is boolean (True: attend) or added to the scores.
     """
     bias = _bias(mask, q, causal)
@@ -54,10 +53,8 @@ def backward(
     causal: bool,
     scale: float,
 ) -> Three:
-    """This block's contribution to the gradients of q, k and v.
-
-    `out` and `lse` are merged over all blocks of the row; `lse` is +inf in rows that attend to no
-    key, so that their p is 0.
+    """This block's contribution to the gradients of q, k and v. `out` and `lse` are merged over all
+    blocks of the row; `lse` is +inf in rows that attend to no key, so that their p is 0.
     """
     q = qkv[0]
     bias = _bias(mask, q, causal)

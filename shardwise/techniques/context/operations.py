@@ -136,10 +136,9 @@ class OwnPositions(TorchFunctionMode):
         return self.attend(q, k, v, attn_mask, **how)[..., :own]
 
     def _kept(self, mask: Tensor | None, of: Sequences) -> Tensor | None:
-        """The mask for which the model's `mask` stands; None if it is the model's own.
-
-        A part of the step keeps a mask of padding, or that of documents, which a model of
-        transformers makes of its own positions alone: the first such one becomes the marker.
+        """The mask for which the model's `mask` stands; None if it is the model's own. A part of
+        the step keeps a mask of padding, or that of documents, which a model of transformers makes
+        of its own positions alone: the first such one becomes the marker.
         """
         local = (of.numel, of.numel)
         for part in self.parts:
@@ -225,10 +224,9 @@ class OwnPositions(TorchFunctionMode):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor:
-        """The mean over this rank's labels, zero without any.
-
-        Or the mean over the labels of all ranks, divided by this rank's part of the positions, by
-        which the engine then weighs the losses of ranks.
+        """The mean over this rank's labels, zero without any. Or the mean over the labels of all
+        ranks, divided by this rank's part of the positions, by which the engine then weighs the
+        losses of ranks.
         """
         of, by_class = self._sequences(), not target.is_floating_point()
         how = {"weight": weight, "label_smoothing": label_smoothing}
@@ -259,10 +257,9 @@ class OwnPositions(TorchFunctionMode):
         return of.positions(found.device).to(found.dtype)
 
     def _diff(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Differences of position ids: ones, or zeros if documents are packed into a row.
-
-        A model of transformers looks for documents by them. Those before a rank's chunk are on
-        another rank, so that its mask only says that there are some (`_kept`).
+        """Differences of position ids: ones, or zeros if documents are packed into a row. A model
+        of transformers looks for documents by them. Those before a rank's chunk are on another
+        rank, so that its mask only says that there are some (`_kept`).
         """
         found, of = torch.diff(x, *args, **kwargs), self._sequences()
         if found.shape[-1:] != (of.numel,) or found.is_floating_point() or found.is_meta:

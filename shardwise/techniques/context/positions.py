@@ -91,10 +91,9 @@ def visible(cut: SequenceCut, rank: int, source: int) -> tuple[int, int]:
 
 
 class AttentionCall(NamedTuple):
-    """One attention of `rows` sequences in the module `layer`.
-
-    `trained`: it has a backward pass. Ulysses sends the rows of a mask that differ: `mask_bytes`
-    for each position and, if `mask_heads`, for each head.
+    """One attention of `rows` sequences in the module `layer`. `trained`: it has a backward pass.
+    Ulysses sends the rows of a mask that differ: `mask_bytes` for each position and, if
+    `mask_heads`, for each head.
     """
 
     layer: str

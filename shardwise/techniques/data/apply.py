@@ -133,9 +133,8 @@ def units_of(
     parts: int = 1,
     unit_key: Callable[[UnitSpec], object] = lambda _: None,
 ) -> list[UnitSpec]:
-    """The units of a model whose parameters will be sharded in about `parts` parts.
-
-    Sizes are those of full parameters, so that ranks with slightly different parts choose the same.
+    """The units of a model whose parameters will be sharded in about `parts` parts. Sizes are those
+    of full parameters, so that ranks with slightly different parts choose the same.
     """
     # units that are gathered for use stay small; units that are only reduced may fill a bucket
     gathered = how.gathers or how.row.moves().reshards
@@ -286,9 +285,8 @@ def cast_whole(
     *,
     by_unit: bool = False,
 ) -> None:
-    """Cast `model` to the plan's precision and move it to the device.
-
-    Meta parameters stay, and with `by_unit` all: each unit is moved when it is laid out.
+    """Cast `model` to the plan's precision and move it to the device. Meta parameters stay, and
+    with `by_unit` all: each unit is moved when it is laid out.
     """
     materialise(model, device, fill)
     if dtype is not None:

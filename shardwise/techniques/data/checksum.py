@@ -157,9 +157,8 @@ class Computed:
         self.numbers[name] = numbers_of(x)
 
     def hash(self, names: Sequence[str], rank: int) -> Tensor:
-        """A number of all bits, 0-d, which depends on the rank of the microbatch.
-
-        Otherwise the same fault in two passes of one rank would cancel.
+        """A number of all bits, 0-d, which depends on the rank of the microbatch. Otherwise the
+        same fault in two passes of one rank would cancel.
         """
         (device,) = {bits.device for bits, *_ in self.numbers.values()}
         none = torch.zeros((), dtype=torch.int64, device=device)
@@ -206,7 +205,6 @@ def shown(reruns: Reruns | None) -> Shown | None:
 
 def require_same(every: Sequence[Shown | None], step: int, place: Callable[[int], str]) -> None:
     """Raise InputError if two ranks computed different values; warn if they differ by rounding.
-
     `every` has the data ranks; `place` names one. Of several pairs that differ, the error has the
     rank that is in most of them: with three or more ranks, the one that is wrong.
     """

@@ -102,10 +102,9 @@ class Consensus:
             self.check(all_ranks=self.unread[0].ready)
 
     def check(self, *, all_ranks: bool = True) -> None:
-        """Read the sums that `begin` began, unless they have been read.
-
-        `all_ranks`: whether all of them read here, so that they can exchange what differs. Raises
-        InputError if the checksums of the ranks differ.
+        """Read the sums that `begin` began, unless they have been read. `all_ranks`: whether all of
+        them read here, so that they can exchange what differs. Raises InputError if the checksums
+        of the ranks differ.
         """
         unread, self.unread = self.unread, None
         if unread is not None:

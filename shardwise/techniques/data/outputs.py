@@ -145,9 +145,8 @@ class Scaling:
         return torch.cat([own.to(numbers), numbers])
 
     def compared(self, sums: Sequence[float]) -> Sequence[float]:
-        """The sums over all ranks without the factor's.
-
-        Raises InputError on all ranks if they scaled by different factors.
+        """The sums over all ranks without the factor's. Raises InputError on all ranks if they
+        scaled by different factors.
         """
         if not self.compares:
             return sums

@@ -71,7 +71,6 @@ STEPS: Final = "the optimizer steps since the last backward pass"
 
 class _Copy(NamedTuple):
     """This rank's copy of a flat parameter, as the `rank`-th of `ranks` data ranks that hold it.
-
     `part` tells it from the parts of the same parameters that other ranks hold. `of_parameters`
     gives names and tensors; `whole` the same as few tensors.
     """
@@ -176,10 +175,9 @@ class SameOnRanks:
         return [_Copy(part, rank, ranks, whole, of_parameters)] if ranks > 1 else []
 
     def add(self, tensors: Mapping[Flat, Callable[[], Iterable[tuple[str, Tensor]]]]) -> None:
-        """Compare these too, and name them first: masters of 16-bit weights, optimizer states.
-
-        If weights differ, states stay equal, since ranks sum their gradients. States that differ
-        make weights differ in the next update.
+        """Compare these too, and name them first: masters of 16-bit weights, optimizer states. If
+        weights differ, states stay equal, since ranks sum their gradients. States that differ make
+        weights differ in the next update.
         """
         self.copies = [
             copy
@@ -267,7 +265,6 @@ class SameOnRanks:
 
     def difference_on_others(self, *, batch: bool = True) -> int | Tensor:
         """This rank's contribution to the sum over the other axes: of the options and the batch.
-
         Each axis has its own factor, so that contributions on two axes do not cancel.
         """
         own: int | Tensor = 0
@@ -278,10 +275,8 @@ class SameOnRanks:
         return own
 
     def require(self, *, on_all: bool = True) -> None:
-        """A sum is not 0: the ranks exchange what they have.
-
-        Without `on_all` this rank's tp and pp axes alone know it. Warns if numbers differ by
-        rounding.
+        """A sum is not 0: the ranks exchange what they have. Without `on_all` this rank's tp and pp
+        axes alone know it. Warns if numbers differ by rounding.
         """
         if self.recheck is not None:
             self.recheck()

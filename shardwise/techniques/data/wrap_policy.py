@@ -178,9 +178,8 @@ def _read(module: nn.Module) -> Iterator[nn.Parameter]:
 def _walk(
     module: nn.Module, name: str, tops: dict[str, nn.Module]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Blocks, and outside of them the outermost modules that own parameters themselves.
-
-    A module with own parameters may also read those of its children (nn.MultiheadAttention reads
+    """Blocks, and outside of them the outermost modules that own parameters themselves. A module
+    with own parameters may also read those of its children (nn.MultiheadAttention reads
     out_proj.weight), so the walk does not descend into it, unless it contains blocks.
     """
     owns = next(_read(uncompiled(module)), None) is not None and runs(module)

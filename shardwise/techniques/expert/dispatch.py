@@ -60,10 +60,9 @@ class Exchange:
         peers: tuple[int, ...],
         slots: tuple[int, ...] = (),
     ) -> "Exchange":
-        """The exchange of this data rank; `peers` are the data ranks of its `ep` axis.
-
-        `slots` are the experts in the order of their ranks, if that is not the order of their
-        numbers; "by expert" then means in this order.
+        """The exchange of this data rank; `peers` are the data ranks of its `ep` axis. `slots` are
+        the experts in the order of their ranks, if that is not the order of their numbers; "by
+        expert" then means in this order.
         """
         loads_RE, chosen, rank = routing.loads, routing.experts, batch.rank
         if slots:
@@ -132,9 +131,8 @@ Stacks = tuple[Tensor, Tensor, Tensor]
 
 
 def feed_forward(rows: Tensor, counts: list[int], stacks: Stacks) -> Tensor:
-    """down(silu(gate x) * up x) for rows by expert, [N, D] to [N, D].
-
-    An expert without rows has a gradient of zeros.
+    """down(silu(gate x) * up x) for rows by expert, [N, D] to [N, D]. An expert without rows has a
+    gradient of zeros.
     """
     of = grouped if fits(rows, stacks) else looped
     return of(rows, counts, stacks)
@@ -142,7 +140,6 @@ def feed_forward(rows: Tensor, counts: list[int], stacks: Stacks) -> Tensor:
 
 def fits(rows: Tensor, stacks: Stacks) -> bool:
     """Whether grouped products can compute these, and are not slower, also in a recomputation.
-
     Dispatch modes that count, keep or replace operations expect the usual ones, as do tensors
     without data.
     """

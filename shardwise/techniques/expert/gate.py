@@ -154,9 +154,8 @@ class Gate:
         losses: bool = True,
         layer: str = "a gate",
     ) -> Routing:
-        """The routing of N tokens with logits [N, E]. Called by all data ranks.
-
-        Raises InputError, on all data ranks, if a rank's `extra.target` has an unknown expert.
+        """The routing of N tokens with logits [N, E]. Called by all data ranks. Raises InputError,
+        on all data ranks, if a rank's `extra.target` has an unknown expert.
         """
         if self.name == "expert-choice":
             return self._by_experts(logits, batch, losses=losses)

@@ -98,10 +98,9 @@ def _to_int64(number: int) -> int:
 
 
 def argmax(logits: Tensor, targets: Tensor | None = None) -> Choice:
-    """The expert of the largest logit, with weight 1.
-
-    The router learns to predict an assignment, such as balanced clusters, by cross-entropy
-    (`assignment_loss`). Gross et al., arXiv 1704.06363, section 3.1.
+    """The expert of the largest logit, with weight 1. The router learns to predict an assignment,
+    such as balanced clusters, by cross-entropy (`assignment_loss`). Gross et al., arXiv 1704.06363,
+    section 3.1.
     """
     given = logits.argmax(-1) if targets is None else targets
     chosen, valid = _clamp_to_experts(given, logits.shape[-1])
@@ -182,9 +181,8 @@ def _assign_with_room(distances_NE: Tensor) -> Tensor:
 
 
 def _means(features: Tensor, clusters: Tensor, centroids: Tensor) -> Tensor:
-    """The mean feature of each cluster [E, D]; for one without features, the old centroid.
-
-    By a matrix product: index_add on CUDA would give ranks different centroids.
+    """The mean feature of each cluster [E, D]; for one without features, the old centroid. By a
+    matrix product: index_add on CUDA would give ranks different centroids.
     """
     members = functional.one_hot(clusters, len(centroids)).double()
     sums = torch.zeros_like(centroids, dtype=torch.float64)

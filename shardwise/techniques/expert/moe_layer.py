@@ -79,7 +79,6 @@ class ExpertPlace:
 
 class Load(NamedTuple):
     """The load of a layer's experts in a forward pass over the global batch, or in several.
-
     computed and wanted are choices by expert; dropped is the number beyond the capacity. entropy is
     that of the softmax of a token's logits, in nats: the mean over the tokens.
     """
@@ -110,9 +109,8 @@ class Load(NamedTuple):
 
 
 class Experts(nn.Module):
-    """E feed-forward networks, down(silu(gate(x)) * up(x)) from D to F and back (SwiGLU).
-
-    Their weights are stacked: gate and up are [E, F, D], down is [E, D, F].
+    """E feed-forward networks, down(silu(gate(x)) * up(x)) from D to F and back (SwiGLU). Their
+    weights are stacked: gate and up are [E, F, D], down is [E, D, F].
     """
 
     def __init__(self, experts: int, width: int, hidden: int) -> None:
@@ -242,10 +240,9 @@ class MoE(nn.Module):
             raise bad(given, "a target for each token", f"target of shape {tuple(x.shape[:-1])}")
 
     def fit(self, features: Tensor) -> Tensor:
-        """Fit the centroids of a `cluster` gate on features [..., D] of a first pass.
-
-        Returns the balanced cluster of each feature. Called by all data ranks.
-        Raises InputError, on all of them, for fewer features than experts.
+        """Fit the centroids of a `cluster` gate on features [..., D] of a first pass. Returns the
+        balanced cluster of each feature. Called by all data ranks. Raises InputError, on all of
+        them, for fewer features than experts.
         """
         self._require_input(features, None)
         dtype = torch.promote_types(features.dtype, torch.float32)
@@ -336,10 +333,8 @@ class MoE(nn.Module):
                 before.data.copy_(torch.where(counts, now.to(before), before))
 
     def _loss(self, routing: Routing, logits: Tensor) -> Tensor:
-        """The auxiliary losses by their coefficients.
-
-        Ranks that compute parts of the experts sum the gradients of the logits, so each has its
-        share.
+        """The auxiliary losses by their coefficients. Ranks that compute parts of the experts sum
+        the gradients of the logits, so each has its share.
         """
         total = logits.new_zeros(())
         for name, value in routing.losses.items():

@@ -39,10 +39,9 @@ def phase() -> str:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The data axes, outermost first; without any this process has the whole batch.
-
-    `record` is called with each move before it is made. `loads` are known beforehand, in a pass on
-    the meta device: how many choices of each data rank each expert computes.
+    """The data axes, outermost first; without any this process has the whole batch. `record` is
+    called with each move before it is made. `loads` are known beforehand, in a pass on the meta
+    device: how many choices of each data rank each expert computes.
     """
 
     axes: tuple[Axis, ...] = ()

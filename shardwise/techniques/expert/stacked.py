@@ -89,10 +89,8 @@ class StackedOnRanks:
         return place.leave(torch.zeros_like(hidden_states).index_add(0, token, made))
 
     def _run_experts(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """The outputs of this rank's experts for rows by expert.
-
-        Without rows the module's forward uses no weight, and backward passes of other ranks would
-        wait.
+        """The outputs of this rank's experts for rows by expert. Without rows the module's forward
+        uses no weight, and backward passes of other ranks would wait.
         """
         if not len(rows):
             return rows + sum(p[:0].sum() for p in self.own_experts.parameters(recurse=False))

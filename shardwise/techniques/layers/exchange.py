@@ -173,9 +173,8 @@ class RowExchange:
 
 
 class Redistributed(Tensor):
-    """A tensor [rows, ...] with the rows at tensor degree `degree`, made by the layer `layer`.
-
-    Its shape, and what torch functions read, is this rank's own rows.
+    """A tensor [rows, ...] with the rows at tensor degree `degree`, made by the layer `layer`. Its
+    shape, and what torch functions read, is this rank's own rows.
     """
 
     exchange: RowExchange

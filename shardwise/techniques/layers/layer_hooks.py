@@ -91,9 +91,8 @@ class LayerHooks:
             )
 
     def _have_rows(self, name: str, inputs: Any) -> set[int]:
-        """The ids of the tensors whose dim 0 counts the rows of the batch, on all ranks.
-
-        Raises InputError if no input does: each rank would compute its own rows' part alone.
+        """The ids of the tensors whose dim 0 counts the rows of the batch, on all ranks. Raises
+        InputError if no input does: each rank would compute its own rows' part alone.
         """
         exchange = self.exchange
         own = exchange.held(exchange.base)

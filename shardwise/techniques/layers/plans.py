@@ -89,10 +89,9 @@ def layer_plans(model: nn.Module, plan: Plan) -> LayerPlans:
 
 
 def require_units(units: Mapping[str, Sequence[str]], plan: Plan) -> None:
-    """Raise InputError for a unit with parameters of layers of several plans.
-
-    `units` names the parameters of each unit. A module that has parameters of its own is one unit
-    with all modules inside of it, unless these are blocks.
+    """Raise InputError for a unit with parameters of layers of several plans. `units` names the
+    parameters of each unit. A module that has parameters of its own is one unit with all modules
+    inside of it, unless these are blocks.
     """
     for unit, names in units.items() if plan.layers else ():
         by_plan = {plan.layer_of(name): name for name in names}

@@ -26,9 +26,8 @@ from shardwise.techniques.tensor import apply as tensor_parallel
 
 @dataclass(frozen=True)
 class LayerPasses:
-    """The layers of a plan with a mesh of their own, seen from `rank`.
-
-    The modules `own` take the rank's own rows: recomputed ones, and the first of later stages.
+    """The layers of a plan with a mesh of their own, seen from `rank`. The modules `own` take the
+    rank's own rows: recomputed ones, and the first of later stages.
     """
 
     plans: LayerPlans
@@ -39,9 +38,8 @@ class LayerPasses:
     def counts(
         self, parts: Sequence[Any], given: Sequence[Counts] | None, count: Count | None
     ) -> list[Counts]:
-        """The rows of each base data rank, by microbatch; equal ones if they are not given.
-
-        `count` counts the rows of a batch (batch.py).
+        """The rows of each base data rank, by microbatch; equal ones if they are not given. `count`
+        counts the rows of a batch (batch.py).
         """
         ranks = self.plan.size // self.plan.mesh.size_of("pp") // self.plan.mesh.size_of("tp")
         if not self.plans.meshes:

@@ -66,9 +66,8 @@ class Updater(ABC, Generic[T]):
 
     @abstractmethod
     def update(self, parts: Iterable[Sequence[T]], factor: Any, most_bytes: int) -> None:
-        """Update parts as they arrive, from their gradients times `factor`.
-
-        `most_bytes` bounds what another thread updates in one call, if that is several items.
+        """Update parts as they arrive, from their gradients times `factor`. `most_bytes` bounds
+        what another thread updates in one call, if that is several items.
         """
 
     def finish(self) -> None:

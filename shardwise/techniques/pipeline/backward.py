@@ -45,10 +45,9 @@ PRODUCTS = ("AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0")
 
 
 class StageTape:
-    """The autograd graph of a stage's forward pass, for one B or one I.
-
-    `inputs` are the input leaves of the stage; `outputs` are its outputs that require gradients, of
-    any shapes. The tape keeps only the outputs' graph edges, not the tensors.
+    """The autograd graph of a stage's forward pass, for one B or one I. `inputs` are the input
+    leaves of the stage; `outputs` are its outputs that require gradients, of any shapes. The tape
+    keeps only the outputs' graph edges, not the tensors.
     """
 
     def __init__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -69,9 +68,8 @@ class StageTape:
     def inputs(
         self, grads: Sequence[Tensor], freed: bool = False
     ) -> tuple[list[Tensor | None], "Rest"]:
-        """I: the gradients of `inputs`, and what W needs to compute those of the parameters.
-
-        If no input requires a gradient (the first stage), I does nothing and W does all of B.
+        """I: the gradients of `inputs`, and what W needs to compute those of the parameters. If no
+        input requires a gradient (the first stage), I does nothing and W does all of B.
         """
         ends = {get_gradient_edge(x).node for x in self.input_leaves if x.requires_grad}
         graph = _Graph(self.outputs, ends)
@@ -107,10 +105,9 @@ class Rest:
         self.outputs = list(outputs) if ready else []
 
     def weights(self) -> None:
-        """W: accumulates each parameter's gradient once, and runs its post-accumulate hooks.
-
-        A fork that shares no parameter runs directly to its parameters. For the others, gradients
-        of the branches are computed first, so that autograd adds up the contributions.
+        """W: accumulates each parameter's gradient once, and runs its post-accumulate hooks. A fork
+        that shares no parameter runs directly to its parameters. For the others, gradients of the
+        branches are computed first, so that autograd adds up the contributions.
         """
         ready, self.ready = self.ready, []
         while self.forks:

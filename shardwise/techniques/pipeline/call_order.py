@@ -105,9 +105,8 @@ def _unpacked(frame: FrameType | None) -> int:
 
 
 class LossRun:
-    """One pass over a copy of a model: the calls of each module, and how many stopped.
-
-    `pair`: the batch is a pair, which `torch.cat(batch)` takes.
+    """One pass over a copy of a model: the calls of each module, and how many stopped. `pair`: the
+    batch is a pair, which `torch.cat(batch)` takes.
     """
 
     def __init__(
@@ -161,9 +160,8 @@ class LossRun:
 
 
 def call_order(model: nn.Module, loss: Callable[..., Any] | None = None) -> Calls:
-    """The places of the calls of each module, by all its names, in a run of `loss(model, batch)`.
-
-    A module that is not called follows the one before it in the order of definition.
+    """The places of the calls of each module, by all its names, in a run of `loss(model, batch)`. A
+    module that is not called follows the one before it in the order of definition.
     """
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:

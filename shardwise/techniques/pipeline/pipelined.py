@@ -38,10 +38,8 @@ from shardwise.techniques.tensor.sharded_logits import Tensors
 
 
 class _Traced(NamedTuple):
-    """The trace of a forward, and the lengths of its sharded sequences.
-
-    `trains`: whether the loss depends on a trained parameter; `written`: whether it writes the
-    batch.
+    """The trace of a forward, and the lengths of its sharded sequences. `trains`: whether the loss
+    depends on a trained parameter; `written`: whether it writes the batch.
     """
 
     trace: StageTrace
@@ -204,9 +202,8 @@ def reaches(loss: Tensor, numbers: Container[int]) -> bool:
 
 
 class ScheduledUnits:
-    """The units of this rank's stages, gathered and freed by hooks during each action.
-
-    With `versions`, the backward pass of a microbatch uses the weights of its forward pass.
+    """The units of this rank's stages, gathered and freed by hooks during each action. With
+    `versions`, the backward pass of a microbatch uses the weights of its forward pass.
     """
 
     def __init__(

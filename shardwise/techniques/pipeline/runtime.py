@@ -138,9 +138,8 @@ class _Live:
         self.table.update({token: made[token.kind] for token in makes(step, self.schedule)})
 
     def _act(self, action: Action, have: dict[str, Any]) -> dict[str, Any]:
-        """Execute an action; returns values by token kind, None for those that `work` keeps.
-
-        `have` has the only references, so memory is freed as soon as the work drops a value.
+        """Execute an action; returns values by token kind, None for those that `work` keeps. `have`
+        has the only references, so memory is freed as soon as the work drops a value.
         """
         op, stage, i = action
         made: dict[str, Any] = {"part": None, "params": None, "weights": None}
@@ -202,11 +201,9 @@ def acks(schedule: Schedule, rank: int) -> dict[Token, tuple[Token, ...]]:
 
 
 class _Post:
-    """The messages of one rank in flight.
-
-    From the start, the next AHEAD receives from each rank are posted, in the order of the row; a
-    rank holds their bundles beyond the schedule's memory. A sent bundle is kept until a message
-    proves that it has arrived (`acks`), or until the end.
+    """The messages of one rank in flight. From the start, the next AHEAD receives from each rank
+    are posted, in the order of the row; a rank holds their bundles beyond the schedule's memory. A
+    sent bundle is kept until a message proves that it has arrived (`acks`), or until the end.
     """
 
     def __init__(self, schedule: Schedule, axis: Axis, work: Work) -> None:

@@ -75,7 +75,6 @@ def crossing(
     made: Sequence[Sequence[int]], used: Sequence[Sequence[int]], stages: int
 ) -> tuple[tuple[int, ...], ...]:
     """For each stage but the last, the numbers of the values that cross from it to the next.
-
     made[n], used[n]: the stages that make value n (several stages may hold a parameter) and those
     that use it. No value is used before it is made.
     """

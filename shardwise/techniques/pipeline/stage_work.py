@@ -190,7 +190,6 @@ class StageWork:
 
 class ScaledLoss:
     """The last stage returns the loss, a mean over tokens; the backward pass begins with `weights`.
-
     `summed` is the sum of loss times tokens of all microbatches in fp64; zero on ranks without the
     last stage.
     """

@@ -27,10 +27,9 @@ from shardwise.techniques.pipeline.trace.tracer import Ask, Tracer
 
 
 class Stages:
-    """The stages `mine` of a model on this rank; replaces all other layers by placeholders.
-
-    `twin` is used by one Stages only. `starts` names the modules that begin stages 1, 2, ...;
-    `calls` are those of call_order.py, None for the order of definition.
+    """The stages `mine` of a model on this rank; replaces all other layers by placeholders. `twin`
+    is used by one Stages only. `starts` names the modules that begin stages 1, 2, ...; `calls` are
+    those of call_order.py, None for the order of definition.
     """
 
     def __init__(
@@ -120,11 +119,9 @@ class Stages:
         inputs: Sequence[Tensor],
         call: Callable[[nn.Module], Any],
     ) -> Ran:
-        """Compute one stage: `inputs` are the tensors of bundle `stage - 1`.
-
-        The model's buffers change as in any forward, and operations between layers may draw random
-        numbers. With several stages on a rank, `call` runs for each, so it must not write to the
-        batch.
+        """Compute one stage: `inputs` are the tensors of bundle `stage - 1`. The model's buffers
+        change as in any forward, and operations between layers may draw random numbers. With
+        several stages on a rank, `call` runs for each, so it must not write to the batch.
         """
         layers = self.layers
         seen = Seen(layers.numbers)

@@ -43,10 +43,9 @@ from shardwise.techniques.pipeline.stage_module import Staging
 def require(
     model: nn.Module, plan: Plan, starts: Sequence[str] | None, options: EngineOptions
 ) -> float | None:
-    """The bound on the gradient's norm; under an asynchronous schedule infinity becomes None.
-
-    Such a schedule cannot clip, skip a step, or train one parameter in stages that update at
-    different times.
+    """The bound on the gradient's norm; under an asynchronous schedule infinity becomes None. Such
+    a schedule cannot clip, skip a step, or train one parameter in stages that update at different
+    times.
     """
     schedule, clip = stage_module.schedule_of(plan), options.clip
     if schedule is None or not schedule.update:

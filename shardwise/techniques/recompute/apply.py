@@ -170,9 +170,8 @@ class Recomputation(Applied):
             module.kind = self.kinds.get(name, NONE)
 
     def _found(self, batch: Any, find: Callable[[Any], Any]) -> Any:
-        """The result of `find`, a slow prediction, for a batch of these shapes.
-
-        Once KEPT shapes are known, others get the result for a larger batch, which keeps more.
+        """The result of `find`, a slow prediction, for a batch of these shapes. Once KEPT shapes
+        are known, others get the result for a larger batch, which keeps more.
         """
         shapes = tuple((x.shape, x.dtype) for x in leaves(batch, Tensor, objects=True))
         if shapes not in self.known and len(self.known) == KEPT:

@@ -52,10 +52,9 @@ def recompute(
     host: HostActivations | None = None,
     keep: Keep | None = None,
 ) -> dict[str, "Recomputed"]:
-    """Recompute activations of modules, in place; `kinds` maps their names to kinds.
-
-    `axis` has the ranks over which PARTITIONED splits inputs that are the same on all of them.
-    With `host` what is kept rests there. `keep` copies inputs that a gradient reaches to an arena.
+    """Recompute activations of modules, in place; `kinds` maps their names to kinds. `axis` has the
+    ranks over which PARTITIONED splits inputs that are the same on all of them. With `host` what is
+    kept rests there. `keep` copies inputs that a gradient reaches to an arena.
     """
     found: dict[str, Recomputed] = {}
     for name, kind in kinds.items():
@@ -197,9 +196,8 @@ class _Again:
 
 @contextmanager
 def _statistics_unchanged(norms: list[_NormBase]) -> Iterator[None]:
-    """Batch normalisation normalises by the batch and does not update the running statistics.
-
-    A momentum of 0 does not change them. (Without running statistics autograd would save fewer
+    """Batch normalisation normalises by the batch and does not update the running statistics. A
+    momentum of 0 does not change them. (Without running statistics autograd would save fewer
     tensors than in the first forward.)
     """
     before = [(n, n.momentum, n._buffers.get("num_batches_tracked")) for n in norms if n.training]

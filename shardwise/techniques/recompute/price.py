@@ -23,10 +23,9 @@ FULL, SELECTIVE, PARTITIONED = "full", "selective", "partitioned"
 def storages(
     tape: Tape, kinds: Mapping[str, str], *, arenas: bool = False
 ) -> Iterator[tuple[int, str]]:
-    """The storages that are kept if the modules in `kinds` are recomputed, each in its way.
-
-    Parts of inputs come on top; with `arenas`, copies of all inputs that a gradient reaches. Each
-    storage comes with the modules that keep it, maybe several times with one.
+    """The storages that are kept if the modules in `kinds` are recomputed, each in its way. Parts
+    of inputs come on top; with `arenas`, copies of all inputs that a gradient reaches. Each storage
+    comes with the modules that keep it, maybe several times with one.
     """
     within, returned = Within(kinds), {*tape.returned}
     yield from ((storage, name) for name, storage in tape.saved if within(name) is None)

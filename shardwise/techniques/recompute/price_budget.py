@@ -75,9 +75,8 @@ def within_budget(
 
 
 def _exchanging(spec: ModelSpec, plan: Plan, blocks: Sequence[str]) -> set[str]:
-    """The blocks whose data ranks exchange tokens; they are recomputed in full.
-
-    Each rank chooses for the shapes of its own batch, but all must repeat an exchange or none.
+    """The blocks whose data ranks exchange tokens; they are recomputed in full. Each rank chooses
+    for the shapes of its own batch, but all must repeat an exchange or none.
     """
     if plan.data_size == 1:
         return set()
@@ -187,9 +186,8 @@ def _of_blocks(spec: ModelSpec, blocks: Sequence[str], kind: str) -> dict[str, s
 
 
 def _in_order(chosen: Sequence[int], costs: Sequence[Sequence[BlockCost]]) -> list[str]:
-    """The kinds by block; among blocks with equal costs, the first ones keep least.
-
-    The backward pass reaches these last, when the others have freed their activations.
+    """The kinds by block; among blocks with equal costs, the first ones keep least. The backward
+    pass reaches these last, when the others have freed their activations.
     """
     kinds_by_cost: dict[tuple[BlockCost, ...], list[int]] = defaultdict(list)
     for of_block, kind in zip(costs, chosen, strict=True):

@@ -81,9 +81,8 @@ def engine_of(model: nn.Module, build: Build, training: Training) -> Engine:
 
 
 def compare(engine: Engine, given: Plain, batch: Any) -> None:
-    """Compare the loss of the first microbatch. All ranks call it.
-
-    Raises InputError on every rank if the losses differ on one.
+    """Compare the loss of the first microbatch. All ranks call it. Raises InputError on every rank
+    if the losses differ on one.
     """
     world = engine.world
     needed = COPIES * sum(p.numel() * p.element_size() for p in given.twin.parameters())

@@ -156,7 +156,6 @@ class InputGradient:
 
     def line_up(self, y: Tensor) -> None:
         """Order the backward of a reader's output `y` after the input gradients of all readers.
-
         Autograd runs the ready node with the highest sequence number first, so all readers get the
         number of the first one.
         """
@@ -255,10 +254,9 @@ class _Sum(torch.autograd.Function):
 
 
 class _Columns(torch.autograd.Function):
-    """After a column-parallel layer: computes the input's gradient before the weight's.
-
-    The layer got its input detached, so its own node computes only the weight gradients. Autograd
-    runs that node after this one, while the input's gradient is being summed over the ranks.
+    """After a column-parallel layer: computes the input's gradient before the weight's. The layer
+    got its input detached, so its own node computes only the weight gradients. Autograd runs that
+    node after this one, while the input's gradient is being summed over the ranks.
     """
 
     @staticmethod

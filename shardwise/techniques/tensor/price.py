@@ -158,9 +158,8 @@ class Crossings:
 
 
 def recomputing(run: ModelPass, modules: Collection[str]) -> ModelPass:
-    """`run`, followed by the calls that its backward pass repeats to recompute `modules`.
-
-    A recomputation ends at the last tensor that autograd saves in the module. It sends its gathers
+    """`run`, followed by the calls that its backward pass repeats to recompute `modules`. A
+    recomputation ends at the last tensor that autograd saves in the module. It sends its gathers
     and sums again, and has no backward pass. Hooks on the module itself run once.
     """
     calls, begun = [*run.calls], dict[str, int]()
@@ -218,7 +217,6 @@ def loss_bytes(
     positions: int, ranks: int, *, smoothing: bool = False, element_bytes: int = 4
 ) -> int:
     """The bytes that each of `ranks` ranks sends for one cross-entropy of `positions` positions.
-
     `positions` include ignored ones. `element_bytes` is 8 for logits in fp64, and 4 for all others,
     because the sums of 16-bit logits are in fp32.
     """

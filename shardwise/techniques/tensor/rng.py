@@ -135,10 +135,9 @@ class ShardedRandom(TorchFunctionMode):
             _engine_run_backward(roots, grads, keep, create_graph, inputs, **options)
 
     def mark_outputs(self, model: nn.Module, styles: Mapping[str, Style], split: bool) -> None:
-        """Hook modules of a tensor plan; `split`: the stream is sharded along the sequence.
-
-        Called before other hooks are set: each is prepended, so that these run after the hooks that
-        gather and sum, and before the user's.
+        """Hook modules of a tensor plan; `split`: the stream is sharded along the sequence. Called
+        before other hooks are set: each is prepended, so that these run after the hooks that gather
+        and sum, and before the user's.
         """
         sharded = {"colwise": True, "colwise_gather_output": False, "sequence:join": False}
         sharded |= dict.fromkeys(("rowwise", "rowwise:heads", "rowwise_split_input"), split)

@@ -37,9 +37,8 @@ from shardwise.techniques.tensor.linear import Stream
 
 
 def rows(module: nn.Module, stream: Stream, fresh: bool) -> None:
-    """Hook a row-parallel layer: sum its outputs over the ranks, then add the bias once.
-
-    `fresh`: the layer does not read its output again, so the output may be overwritten.
+    """Hook a row-parallel layer: sum its outputs over the ranks, then add the bias once. `fresh`:
+    the layer does not read its output again, so the output may be overwritten.
     """
     holder = _Bias()
     module.register_forward_pre_hook(holder.remove)
@@ -107,9 +106,8 @@ def change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def gather_input(module: nn.Module, stream: Stream) -> None:
-    """Hook a module so that its first tensor argument is gathered along the sequence.
-
-    The gradients of its replicated other arguments are summed over the ranks.
+    """Hook a module so that its first tensor argument is gathered along the sequence. The gradients
+    of its replicated other arguments are summed over the ranks.
     """
 
     def others(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

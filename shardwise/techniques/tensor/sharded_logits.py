@@ -71,10 +71,9 @@ class Shards:
 
 
 def sharded_logits(local: Tensor, axis: Axis, cut: Cut, moves: Moves | None = None) -> Logits:
-    """Logits whose shard on this rank is `local` [..., v]; nothing is copied.
-
-    `moves` gathers them and records each loss. Raises InputError if `local` has another number of
-    columns than this rank's shard.
+    """Logits whose shard on this rank is `local` [..., v]; nothing is copied. `moves` gathers them
+    and records each loss. Raises InputError if `local` has another number of columns than this
+    rank's shard.
     """
     columns = cut.size(axis.rank)
     if local.shape[-1] != columns:

@@ -166,9 +166,8 @@ def _sizes(placed: _Placed) -> Iterator[_Fault]:
 
 
 def _results(placed: _Placed) -> Iterator[_Fault]:
-    """Rowwise layers whose input shards differ from the output shards of their colwise layers.
-
-    With several parts packed in one weight, neither shapes nor gradients would reveal it.
+    """Rowwise layers whose input shards differ from the output shards of their colwise layers. With
+    several parts packed in one weight, neither shapes nor gradients would reveal it.
     """
     for name in (name for name in placed.styles if placed.style(name).name == "rowwise"):
         beside = [k for k in placed.styles if parent(_plain(k)) == parent(_plain(name))]

@@ -205,10 +205,8 @@ class Table:
         *,
         derived: bool = False,
     ) -> "Table":
-        """The table from dicts, pattern to style, in their order.
-
-        `sets` maps a pattern to {attribute: "heads", "kv_heads", "groups" or "queries"}. Raises
-        InputError as Table does.
+        """The table from dicts, pattern to style, in their order. `sets` maps a pattern to
+        {attribute: "heads", "kv_heads", "groups" or "queries"}. Raises InputError as Table does.
         """
         return cls(
             tuple(styles.items()),
@@ -253,10 +251,9 @@ class Table:
 
 
 def assign(table: Table, modules: Sequence[str], sp: bool) -> dict[str, Style]:
-    """The style of each module that has one, from the names of all modules of a model.
-
-    The first matching pattern applies, `sequence` entries first under `sp`. Raises InputError with
-    every pattern that matches no module and the nearest name.
+    """The style of each module that has one, from the names of all modules of a model. The first
+    matching pattern applies, `sequence` entries first under `sp`. Raises InputError with every
+    pattern that matches no module and the nearest name.
     """
     problems = unmatched(table, modules, sp)
     if problems:
@@ -303,10 +300,9 @@ def unmatched(table: Table, modules: Sequence[str], sp: bool) -> list[Problem]:
 
 
 def cuts(style: Style, shape: ModuleShape, table: Table, ranks: int) -> Cut | None:
-    """The shards of the weight of a module; None if it is replicated.
-
-    Dim 0 has the output features of an nn.Linear and the rows of an embedding, dim 1 the input
-    features of an nn.Linear; `transposed` weights have these dims exchanged.
+    """The shards of the weight of a module; None if it is replicated. Dim 0 has the output features
+    of an nn.Linear and the rows of an embedding, dim 1 the input features of an nn.Linear;
+    `transposed` weights have these dims exchanged.
     """
     outputs, inputs = (1, 0) if shape.transposed else (0, 1)
     whole = shape.out_features

@@ -42,9 +42,8 @@ from shardwise.techniques.tile.word import TileWord as Word
 
 
 class Tile(nn.Module):
-    """The rows [start, stop) of a linear layer's weight and bias.
-
-    Its parameters `own` are not registered: the user's model keeps its parameters.
+    """The rows [start, stop) of a linear layer's weight and bias. Its parameters `own` are not
+    registered: the user's model keeps its parameters.
     """
 
     def __init__(self, linear: nn.Linear, start: int, stop: int) -> None:
@@ -95,7 +94,6 @@ def into_tiles(linear: nn.Linear, cut: Cut, *, logits: bool) -> list[Tile]:
 @dataclass(frozen=True)
 class Tiling:
     """The tiled layers of a model by name. Without any, every method returns what it is given.
-
     `params` maps the names of the parameters of tiles, "head.tiles.0.weight", to their rows.
     """
 
@@ -163,10 +161,9 @@ def tile(model: nn.Module, plan: Plan, rule: Rule) -> Tiling:
 
 
 def tiled_layers(model: nn.Module, plan: Plan) -> dict[str, nn.Linear]:
-    """The linear layers that the plan tiles, by name; none without the word.
-
-    By default those with at least `LARGE` times the weights of the largest layer. Layers whose
-    parameters another module has too are not tiled.
+    """The linear layers that the plan tiles, by name; none without the word. By default those with
+    at least `LARGE` times the weights of the largest layer. Layers whose parameters another module
+    has too are not tiled.
     """
     asked = plan.tiled
     if asked is None:

@@ -119,9 +119,8 @@ def permutation(count: int, seed: int, epoch: int) -> Index:
 
 
 def unigram_entropy(corpus: Corpus) -> float:
-    """The entropy of the token frequencies in the validation split, in nats per token.
-
-    A large split is sampled: evenly spread sequences with some `COUNTED` tokens.
+    """The entropy of the token frequencies in the validation split, in nats per token. A large
+    split is sampled: evenly spread sequences with some `COUNTED` tokens.
     """
     counts = np.zeros(corpus.packed.vocabulary.size, np.int64)
     few = min(len(corpus.validation), max(1, COUNTED // corpus.sequence))

@@ -28,10 +28,9 @@ Rule = Callable[[int, int], int]
 
 @dataclass(frozen=True)
 class Staleness:
-    """The order of an asynchronous schedule.
-
-    `microbatches` of each of `data_ranks` ranks make a step; all stages are updated after every
-    `update`-th of them. `stage` maps parameters to the stage that trains them.
+    """The order of an asynchronous schedule. `microbatches` of each of `data_ranks` ranks make a
+    step; all stages are updated after every `update`-th of them. `stage` maps parameters to the
+    stage that trains them.
     """
 
     data_ranks: int

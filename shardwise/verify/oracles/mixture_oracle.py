@@ -74,9 +74,8 @@ class Follow:
         return other
 
     def cross(self, x: Tensor) -> Tensor:
-        """`x`, moved just across 0 wherever the run has the other sign.
-
-        `experts` says where the run is positive, once for each rank that computes the same columns.
+        """`x`, moved just across 0 wherever the run has the other sign. `experts` says where the
+        run is positive, once for each rank that computes the same columns.
         """
         positive = self.experts.to(x.device)[..., : x.shape[-1]] if x.dim() else self.experts
         if positive.shape != x.shape:
@@ -92,9 +91,8 @@ class Follow:
 
 
 class Mixture:
-    """The forward of `layer`, a mixture of experts, in one process.
-
-    Its next passes follow those in `following`, in order; without any it makes its own choices.
+    """The forward of `layer`, a mixture of experts, in one process. Its next passes follow those in
+    `following`, in order; without any it makes its own choices.
     """
 
     def __init__(self, layer: Any) -> None:

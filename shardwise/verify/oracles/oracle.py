@@ -94,9 +94,8 @@ LAYERS = frozenset(
 
 
 class Lowered(TorchFunctionMode):
-    """Layers whose inputs are wider than `dtype` compute in it, as under torch.autocast.
-
-    A loss with a z-loss, which torch's function does not have, is computed by its formula.
+    """Layers whose inputs are wider than `dtype` compute in it, as under torch.autocast. A loss
+    with a z-loss, which torch's function does not have, is computed by its formula.
     """
 
     def __init__(self, dtype: torch.dtype, narrow: set[str] | None = None) -> None:
@@ -201,10 +200,9 @@ def rows_of(batch: Any) -> int:
 
 
 class Weights:
-    """A model's trained parameters in one dtype, and the optimizer that updates them.
-
-    The optimizer updates `masters`: fp32 copies of 16-bit parameters, otherwise the parameters
-    themselves. With `old` they are always copies, so that the model keeps its old values.
+    """A model's trained parameters in one dtype, and the optimizer that updates them. The optimizer
+    updates `masters`: fp32 copies of 16-bit parameters, otherwise the parameters themselves. With
+    `old` they are always copies, so that the model keeps its old values.
     """
 
     def __init__(self, model: nn.Module, task: Task, dtype: torch.dtype, old: bool = False) -> None:
@@ -271,10 +269,9 @@ def _wide(p: nn.Parameter) -> torch.dtype:
 
 
 class Oracle:
-    """The training of `model`, in place, in one process.
-
-    After `undelayed` steps (None: never) the model computes each step with the weights from before
-    the last update; `evaluate` shows it the newest (ZeRO-Offload, arXiv 2101.06840, section 5.2).
+    """The training of `model`, in place, in one process. After `undelayed` steps (None: never) the
+    model computes each step with the weights from before the last update; `evaluate` shows it the
+    newest (ZeRO-Offload, arXiv 2101.06840, section 5.2).
     """
 
     def __init__(

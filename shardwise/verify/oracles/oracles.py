@@ -33,9 +33,8 @@ ASYNCHRONOUS: Final = ("pipedream", "2bw")
 
 @dataclass(frozen=True)
 class Oracles:
-    """The oracles of a run: `exact`, and in 16 bits also `alone`, in the same precision.
-
-    `start` are the common initial weights in 16 bits, where only the change is compared. In fp32
+    """The oracles of a run: `exact`, and in 16 bits also `alone`, in the same precision. `start`
+    are the common initial weights in 16 bits, where only the change is compared. In fp32
     `perturbed` began with other last bits of the weights (difference.py).
     """
 
@@ -91,9 +90,8 @@ def oracles_of(
 
 
 def microbatches_of(model: nn.Module, plan: Plan) -> Microbatches:
-    """The microbatches of the plan; only layers of experts compute each of them alone.
-
-    The loss of other models is a mean over tokens, which does not depend on microbatches.
+    """The microbatches of the plan; only layers of experts compute each of them alone. The loss of
+    other models is a mean over tokens, which does not depend on microbatches.
     """
     each = "microbatch" if experts_in(model) else "batch"
     return Microbatches(plan.shares, plan.microbatches, each)

@@ -103,9 +103,8 @@ class _RoundedSum:
 
 
 def error_ratios(by_rank: Sequence[Parts]) -> list[Errors]:
-    """For each rank, the error of each tensor divided by the error of one process.
-
-    Ratios with another bound than 1.5 are scaled, so that the bound of all results is 1.5.
+    """For each rank, the error of each tensor divided by the error of one process. Ratios with
+    another bound than 1.5 are scaled, so that the bound of all results is 1.5.
     """
     groups: dict[Hashable, list[Part]] = defaultdict(list)
     for rank, found in enumerate(by_rank):

@@ -179,10 +179,8 @@ def _stored(engine: Engine, flats: Sequence[Flat]) -> list[int]:
 
 
 def _promised(words: str, flats: Sequence[Flat]) -> list[tuple[float, float]]:
-    """The least and the most bytes of parameters, gradients and optimizer state.
-
-    The optimizer has no moments of padding, and of parameters without a gradient, all of which may
-    be on this rank.
+    """The least and the most bytes of parameters, gradients and optimizer state. The optimizer has
+    no moments of padding, and of parameters without a gradient, all of which may be on this rank.
     """
     columns = words.removeprefix("row:").split(",")
     sharded = SHARDED.get(words) or tuple(column == "S" for column in columns)

@@ -165,10 +165,9 @@ class Sight:
 def joined(
     every: Sequence[tuple[int, int, Seen]], rows: Sequence[Counts], plan: Plan, each: Each
 ) -> Seen:
-    """The choices of all ranks, for an oracle's passes.
-
-    `every` has the place of each rank on the data axes, of which `cp` is the last, and its tensor
-    rank; `rows` are those of each microbatch on each data rank.
+    """The choices of all ranks, for an oracle's passes. `every` has the place of each rank on the
+    data axes, of which `cp` is the last, and its tensor rank; `rows` are those of each microbatch
+    on each data rank.
     """
     by_key: dict[Key, dict[int, dict[int, list[Tensor]]]] = defaultdict(lambda: defaultdict(dict))
     for place, tensor_rank, seen in every:

@@ -325,7 +325,6 @@ class FlatGradient:
 
     def detach(self) -> None:
         """Before a backward pass: take each p.grad back, unless the user has set it to None.
-
         Autograd would add to p.grad in place, but that is a piece. Gradients already summed over
         the replicas are divided: the next sum counts them once.
         """
@@ -383,9 +382,8 @@ class FlatGradient:
 
 
 def mean_with_graph(own: Tensor, mean: Tensor) -> Tensor:
-    """The values of `mean` in new memory, with the graph of `own`, for `create_graph=True`.
-
-    The mean's derivative goes to the rank's own gradient: data parallelism averages over ranks.
+    """The values of `mean` in new memory, with the graph of `own`, for `create_graph=True`. The
+    mean's derivative goes to the rank's own gradient: data parallelism averages over ranks.
     """
     with torch.enable_grad():
         return _Mean.apply(own, mean)

@@ -375,7 +375,6 @@ def initialize(
     axes: Sequence[Axis],
 ) -> None:
     """Write the weights of `params` to `views`, parts of `full`, the same on all data ranks.
-
     Parameters on the meta device are filled by name, and become real. If any has data, rank 0 of
     each of `axes` sends all of `full` to the others.
     """

@@ -66,9 +66,8 @@ _LENT: Final[dict[Any, Callable[..., Tensor]]] = {
 
 
 class Seen:
-    """Which tensors are values, and their numbers; tensors are not kept alive.
-
-    `parameters` are values from the start, by id: their owners keep them alive.
+    """Which tensors are values, and their numbers; tensors are not kept alive. `parameters` are
+    values from the start, by id: their owners keep them alive.
     """
 
     def __init__(self, parameters: Mapping[int, int]) -> None:

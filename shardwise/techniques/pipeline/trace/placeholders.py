@@ -72,9 +72,8 @@ class Of:
 def layers(
     model: nn.Module, starts: Sequence[str], calls: Calls | None = None
 ) -> dict[str, StageLayer]:
-    """The layers of `model` by their first name, in the order of `calls`.
-
-    A layer's stages are, for each of its calls, the number of starts at or before it.
+    """The layers of `model` by their first name, in the order of `calls`. A layer's stages are, for
+    each of its calls, the number of starts at or before it.
     """
     calls = calls or defined(model)
     _check(model, starts, calls)

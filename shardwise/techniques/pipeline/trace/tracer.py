@@ -408,10 +408,8 @@ def _settled(layer: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _settle(module: nn.Module) -> None:
-    """Let a failing forward of a module of the twin return its input's shape.
-
-    The tokens routed to experts are not known on meta. The rank that owns the layer compares the
-    real shapes (stage.py).
+    """Let a failing forward of a module of the twin return its input's shape. The tokens routed to
+    experts are not known on meta. The rank that owns the layer compares the real shapes (stage.py).
     """
     forward = module.forward
 
