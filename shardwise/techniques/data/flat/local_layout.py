@@ -57,7 +57,9 @@ class FlatViews:
         self, shapes: Sequence[torch.Size], element_bytes: int, ranks: int, rank: int
     ) -> None:
         self.shapes, self.rank = list(shapes), rank
-        self.strides = [torch.empty(shape, device="meta").stride() for shape in shapes]
+        self.strides = [
+            torch.empty(shape, dtype=torch.int8, device="meta").stride() for shape in shapes
+        ]
         self.plan = flatten([shape.numel() for shape in shapes], element_bytes, ranks)
         self.pieces = [self.plan.piece(index, rank) for index in range(len(self.shapes))]
 
