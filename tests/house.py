@@ -39,7 +39,7 @@ FOREIGN = {
     "pipeline": 16,
     "recompute": 12,
     "layers": 9,
-    "offload": 7,
+    "offload": 6,
     "tile": 5,
     "context": 6,
     "replicas": 2,
