@@ -371,16 +371,10 @@ def test_several_dtypes_in_one_unit(plan):
     assert_parity(results, oracle(task, case, None), 1e-6)
 
 
-def positive_in_step_1(step: int) -> tuple[Tensor, Tensor]:
-    x, y = vectors(step)
-    return (x.abs() + 1 if step == 1 else x), y
-
-
 def of_one(name: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """The model is not called for rows that are positive: one parameter alone is read."""
-    if bool((batch[0] > 0).all()):
-        return mean_square(batch[0], model.get_parameter(name))
-    return regression(model, batch)
+    x = batch[0]
+    return mean_square(x, model.get_parameter(name)) if (x > 0).all() else regression(model, batch)
 
 
 @pytest.mark.parametrize("name", ["2.bias", "2.weight"])
@@ -388,7 +382,8 @@ def of_one(name: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def test_a_pass_that_nothing_announces(plan, name):
     """No output's gradient, and maybe not that of the last parameter of its unit, begins it."""
     make = lambda: settled(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1)))  # noqa: E731
-    task = Task(make, positive_in_step_1, partial(of_one, name), None)
+    batches = [vectors(0), (vectors(1)[0].abs() + 1, vectors(1)[1]), vectors(2)]
+    task = Task(make, batches.__getitem__, partial(of_one, name), None)
     equals_one(run_threads, task, Case(f"{plan} fp64"))
 
 
