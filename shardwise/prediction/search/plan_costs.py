@@ -11,6 +11,7 @@ move from one stage to another while that makes the schedule shorter, by its clo
 stages a rank, the slowest one does not decide alone.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -216,10 +217,16 @@ class PlanCosts:
     def with_budget(self, candidate: Candidate) -> Candidate:
         """The plan with the largest budget of activations that fits on its ranks."""
         plan, rows = candidate
-        every = self._of_stages(candidate)
-        room = min(found.activations - self.over(found.device_peak) for found in every)
-        step = 2 ** max(0, room.bit_length() - BUDGET_BITS)
-        return Candidate(replace(plan, recompute=size_text(room - room % step)), rows)
+        whole = candidate._replace(plan=replace(plan, recompute=None))
+        most = max(found.activations for found in self._of_stages(whole))
+        step = 2 ** max(0, most.bit_length() - BUDGET_BITS)
+
+        def of_budget(steps: int) -> Candidate:
+            return Candidate(replace(plan, recompute=size_text(steps * step)), rows)
+
+        counts = range(1, most // step + 1)
+        fit = bisect_left(counts, 1, key=lambda n: self.over(self.peak_bytes(of_budget(n))) > 0)
+        return of_budget(max(1, fit))
 
     def with_whole_blocks(self, candidate: Candidate) -> Candidate:
         """The plan whose first blocks keep their parameters whole, as many as fit."""

@@ -135,7 +135,7 @@ def lay_out(
         expert_tensor.on_tensor_axis(model, axis, tensors.stream, found, sp=sp)
         rng.synchronize(axis, world.device)
     random.mark_inputs(model, styles, sp)
-    model.register_forward_hook(lambda *_: tensors.end_forward())
+    model.register_forward_hook(partial(_end, tensors))
     return tensors
 
 
@@ -152,6 +152,10 @@ def _open_sums(
         shared, p = found[name].shared(axis.rank), params[name]
         if shared is not None and p.requires_grad:
             p.register_hook(partial(sum_spans, shared.dim, shared.spans, opened[groups]))
+
+
+def _end(tensors: Tensors, *_: object) -> None:
+    tensors.end_forward()
 
 
 def _lines(cut: Cut) -> Groups:
