@@ -188,7 +188,7 @@ def test_nothing_fails_a_run_after_its_last_save(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("where", ["run_folder.publish_config", "measure.metrics.keep_until"])
+@pytest.mark.parametrize("where", ["run_folder.publish_config", "metrics.keep_until"])
 def test_a_full_disk_ends_all_ranks_in_one_paragraph(where: str, tmp_path: Path):
     """What rank 0 alone writes: every rank raises rank 0's error, and the run can be repeated."""
     given = runs.settings(tmp_path / "run", "dp2 ddp fp64", steps=1, warmup=0)
