@@ -265,11 +265,13 @@ def of_a_loop(world: World, odd: bool, what: str) -> None:
 
 def of_an_engine(world: World, odd: bool, what: str) -> None:
     """An engine whose odd rank does something else in the step `CHANGED`, and then saves."""
-    plan = "tp2" if "batch" in what else "dp2"
+    plan = "tp2" if "batch" in what or "frozen" in what else "dp2"
     table = {"0": "colwise", "1": "rowwise"} if plan == "tp2" else None
-    engine = sw.parallelize(model(), plan, world, loss=loss, table=table)
+    engine = sw.parallelize(model(), plan, world, loss=loss, table=table, check_every=4)
     for step in range(CHANGED + 2):
         now = odd and step == CHANGED
+        if odd and what == f"frozen before step {step}":
+            engine.model.get_parameter("0.weight" if now else "1.bias").requires_grad_(False)
         if now and what == "mode":
             engine.model.eval()
         if now and what == "states":
@@ -277,7 +279,7 @@ def of_an_engine(world: World, odd: bool, what: str) -> None:
         if now and what == "weights":
             engine.model.get_parameter("0.weight").data.mul_(1 + 1e-6)
             engine.model.get_parameter("1.weight").data.mul_(3)
-        batch = rows(step, now if "batch" in what else world.rank)
+        batch = rows(step, now if "batch" in what else engine.data_rank)
         with torch.autocast("cpu", torch.bfloat16, enabled=now and what == "autocast"):
             engine.step(batch.double() if odd and what == "dtype" else batch)
     engine.evaluate(rows(0, odd))
@@ -289,16 +291,8 @@ def of_an_engine(world: World, odd: bool, what: str) -> None:
     [
         (of_a_loop, "order", "the place of this module in the order of wrapping on data rank 1: 2"),
         (of_a_loop, "groups", "parameters of group 0 of the AdamW on data rank 1: ['0.weight']"),
-        (
-            of_a_loop,
-            "class",
-            "optimizer steps since the last backward pass on data rank 1: {'Adam'",
-        ),
-        (
-            of_a_loop,
-            "steps",
-            "optimizer steps since the last backward pass on data rank 1: {'AdamW",
-        ),
+        (of_a_loop, "class", "steps since the last backward pass on data rank 1: {'Adam'"),
+        (of_a_loop, "steps", "steps since the last backward pass on data rank 1: {'AdamW"),
         (of_a_loop, "norm", "max_norm of sw.clip_grad_norm on data rank 1: 1.1"),
         (of_a_loop, "zero_grad", "gradients kept from the step before on data rank 1: True"),
         (of_a_loop, "frozen", "requires_grad of 1.bias on data rank 1: False"),
@@ -312,6 +306,8 @@ def of_an_engine(world: World, odd: bool, what: str) -> None:
         (of_an_engine, "mode", "training of 0 on data rank 1: False"),
         (of_an_engine, "weights", "1.weight on data rank 1, whose norm"),
         (of_an_engine, "batch", "a batch on rank 1 of the tp axis"),
+        (of_an_engine, "frozen before step 1", "no gradient of 1.bias on rank 1 of the tp axis"),
+        (of_an_engine, "frozen before step 3", "requires_grad of 0.weight on tp rank 1: False; on"),
         (of_an_engine, "batch of the evaluation", "a batch on rank 1 of the tp axis"),
     ],
 )
@@ -347,13 +343,23 @@ def odd_rank_warns(world: World, what: str, said: str) -> None:
     elif world.rank and what == "passes":
         with sw.no_sync(wrapped):
             loss(wrapped, rows(0, world.rank)).backward()
-    elif world.rank:
+    elif world.rank and what != "loss":
         layer = wrapped.get_submodule("1")
         owner = layer.weight if what == "register_hook" else layer
         getattr(owner, what)(triple)
+    value = (wrapped(rows(0, world.rank)) * 3).square().mean()
     with pytest.warns(UserWarning, match=said):
-        loss(wrapped, rows(0, world.rank)).backward()
+        (value * 2 if what == "loss" and world.rank else value).backward()
     loss(wrapped, rows(1, world.rank)).backward()
+
+
+def odd_tensor_rank_warns(world: World, what: str, said: str) -> None:
+    table = {"0": "colwise", "1": "rowwise"}
+    engine = sw.parallelize(model(), "tp2", world, loss=loss, table=table)
+    if world.rank:
+        getattr(engine.model.get_submodule("1"), what)(lambda *_: None)
+    with pytest.warns(UserWarning, match=said):
+        engine.step(rows(0, 0))
 
 
 @pytest.mark.parametrize(
@@ -365,11 +371,13 @@ def odd_rank_warns(world: World, what: str, said: str) -> None:
         ("numbers", r"numbers of the model on data rank 1: {'gain': 1.0}; on data rank 0: {'gain'"),
         ("register_hook", r"hooks of 1.weight on data rank 1: \['backward_hook triple"),
         ("register_forward_hook", r"hooks of 1 on data rank 1: .* on data rank 0: 'none'"),
+        ("loss", r"the last operations of the loss on data rank 1: \['MulBackward0 of MeanBack"),
+        ("register_forward_hook", r"hooks of 1 on tp rank 1: .* on tp rank 0: 'none'"),
     ],
 )
 def test_what_may_be_no_mistake_of_a_program_is_a_warning(what: str, said: str):
     """Hosts with other processors round otherwise; a logger has hooks on rank 0 alone."""
-    run_gloo(2, odd_rank_warns, what, said)
+    run_gloo(2, odd_tensor_rank_warns if "tp" in said else odd_rank_warns, what, said)
 
 
 # --- other ways through a model, and errors of one rank -----------------------------------------

@@ -42,7 +42,7 @@ TAG = 2
 OVER, REFUSED = 1, 2
 _AGREE = (
     "All ranks must make the same calls with tensors of the same shapes, and the counts of an "
-    "all_to_all must agree"
+    "all_to_all must agree. Parameters that are frozen on one rank alone change its calls"
 )
 #: Polls without a pause, then polls that yield; then sleeps of `SLEEP_S`, which become longer every
 #: `LONGER` polls, so a rank in a pipeline's bubble leaves the CPU to ranks that compute.

@@ -47,13 +47,14 @@ from shardwise.engine.optimizer.norm import squared_norm
 from shardwise.techniques.data.checksum import (
     INTEGERS,
     batch_checksum,
+    floats_of,
     share_numbers,
     text_hash,
     weighted,
 )
 from shardwise.techniques.data.consensus import Consensus, warn_of_equal_shares
 from shardwise.techniques.data.flat.flat_parameter import Flat
-from shardwise.techniques.data.same_on_ranks import SameOnRanks, floats_of
+from shardwise.techniques.data.same_on_ranks import SameOnRanks
 
 #: Relative difference of batches that counts as rounding.
 BATCH_TOLERANCE = 1e-6
@@ -292,27 +293,24 @@ class ConsistencyCheck:
         for name, of_sum, size in zip(names, sums.t(), sizes.t(), strict=True):
             scale = size.nan_to_num().max() + everything
             if not (_close(of_sum, scale, close) and _close(size, scale, close)):
-                raise self._other_gradients(name)
+                raise self._other_gradients(name, size.tolist())
 
     def _gradients(self, flats: Sequence[Flat]) -> tuple[list[str], Tensor]:
         """The names of replicated parameters; the checksums of their gradients, then the norms."""
         none = torch.zeros((), dtype=torch.float64, device=self.device)
         names, sums, sizes = [], [], []
-        for flat in (flat for flat in flats if flat.trained and self._replicates(flat)):
+        on_axis = (f for f in flats if self.axis.name in dict(f.layouts[0].axes))
+        for flat in (flat for flat in on_axis if flat.trained):
             for name, layout, (low, high) in zip(
                 flat.names, flat.layouts, flat.pieces, strict=True
             ):
                 if layout.on(self.axis.name).cut is None:
-                    piece = None if flat.grads.gshard is None else flat.grads.gshard[low:high]
+                    gradients = flat.grads.gshard
+                    piece = none.view(1) if gradients is None else gradients[low:high]
                     names.append(name)
-                    sums.append(none if piece is None else weighted(piece).to(self.device))
-                    sizes.append(
-                        none if piece is None else squared_norm(piece).sqrt().to(self.device)
-                    )
+                    sums.append(weighted(piece).to(self.device))
+                    sizes.append(squared_norm(piece).sqrt().to(self.device))
         return names, torch.stack([*sums, *sizes]) if names else none.new_zeros(0)
-
-    def _replicates(self, flat: Flat) -> bool:
-        return any(axis == self.axis.name for axis, _ in flat.layouts[0].axes)
 
     def _other_losses(self, losses: Sequence[float]) -> Exception:
         values = ", ".join(f"{loss:.6g}" for loss in losses)
@@ -323,8 +321,15 @@ class ConsistencyCheck:
             'a style that gathers the result ("colwise_gather_output", "sequence:join")',
         )
 
-    def _other_gradients(self, name: str) -> Exception:
+    def _other_gradients(self, name: str, norms: Sequence[float]) -> Exception:
         module = name.rpartition(".")[0] or name
+        if without := [rank for rank, norm in enumerate(norms) if not norm]:
+            return bad(
+                f"no gradient of {name} on {rank_names(without)} of the {self.axis.name} axis, and "
+                "one on the others",
+                "the same requires_grad and the same forward on all ranks of the axis",
+                "the same line on every rank, without a condition on the rank",
+            )
         return bad(
             f"the gradient of {name}, which differs between the ranks of the {self.axis.name} axis "
             "although the parameter is replicated: the ranks use it on different features or "

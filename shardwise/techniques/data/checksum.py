@@ -276,7 +276,7 @@ class Doubts:
         self.params = [pair for f in flats for pair in zip(f.names, f.params, strict=True)]
         self.passes = self.gradient_writes = 0
         self.state_writes = False
-        self.graph: list[str] = []
+        self.graph: Options = {}
         self.version: int | None = None  # of all parameters, in the step before
         self.warned = set[str]()  # of these kinds, which are compared no more
 
@@ -292,17 +292,22 @@ class Doubts:
                 "changes of the optimizer's states since the step before": self.state_writes,
                 "changes of gradients before the optimizer's step": self.gradient_writes,
             }
-        found["graph"] = {f"the operation {name} in the loss": True for name in self.graph}
+        found["graph"] = self.graph
         for name, owner in (*self.modules.items(), *self.params) if all_kinds else ():
             numbers = _values_of(owner) if isinstance(owner, nn.Module) else {}
             for kind, own in ("hooks", program_hooks(owner)), ("numbers", numbers):
                 found[kind] |= {f"{kind} of {name or 'the model'}": own} if own else {}
-        self.version, self.gradient_writes, self.graph = now, 0, []
+        self.version, self.gradient_writes, self.graph = now, 0, {}
         return {kind: own for kind, own in found.items() if kind not in self.warned and own}
 
     def warn(self, kind: str, error: Exception) -> None:
         self.warned.add(kind)
         warnings.warn(f"{error} {KINDS[kind]}", stacklevel=2)
+
+
+def floats_of(module: nn.Module) -> dict[str, float]:
+    """The floats of a module by name: epsilon, the rate of a dropout, ..."""
+    return {name: x for name, x in vars(module).items() if type(x) is float}
 
 
 def _values_of(module: nn.Module) -> Options:
@@ -314,23 +319,45 @@ def _values_of(module: nn.Module) -> Options:
     return named | {name: x for name, x in every.items() if type(x) in (int, float)}
 
 
-def operations_of_pass() -> list[str]:
-    """The kinds of nodes in the graph that is differentiated; none if no call of it is found."""
+def operations_of_pass() -> Options:
+    """The kinds of nodes in the graph that is differentiated; none if no call of it is found.
+
+    Those between a loss and its first node of several inputs are one more, in their order.
+    """
     nodes = [x.grad_fn for x in leaves(_differentiated(), Tensor) if x.grad_fn is not None]
+    last = [" of ".join(filter(None, map(_kind, _before_branch(node)))) for node in nodes]
     seen = set(nodes)
     while nodes:
-        new = {each for each, _ in nodes.pop().next_functions if each is not None} - seen
+        new = {*_inputs(nodes.pop())} - seen
         seen |= new
         nodes += new
-    found = {" ".join((node.name(), *_numbers_of(node))) for node in seen}
-    return sorted(name for name in found if not any(word in name for word in ("View", "Clone")))
+    kinds = sorted({_kind(node) for node in seen} - {""})
+    found = {f"the operation {kind} in the loss": True for kind in kinds}
+    return {"the last operations of the loss": last, **found}
 
 
-def _numbers_of(node: Any) -> Iterable[str]:
-    """The numbers of an operation that no shape decides: a mean and a sum differ in the first."""
-    for name in ("reduction", "ignore_index", "beta", "delta", "alpha", "exponent", "p"):
-        if type(value := getattr(node, f"_saved_{name}", None)) in (int, float):
-            yield f"{name}={value}"
+def _inputs(node: Any) -> list[Any]:
+    return [each for each, _ in node.next_functions if each is not None]
+
+
+def _before_branch(node: Any) -> Iterable[Any]:
+    inputs = [node]
+    while len(inputs) == 1:
+        yield inputs[0]
+        inputs = _inputs(inputs[0])
+
+
+def _kind(node: Any) -> str:
+    """With the numbers that no shape decides: a mean and a sum differ in the first.
+
+    None of a view: whether it is copied depends on the shapes of a rank's rows.
+    """
+    if any(word in node.name() for word in ("View", "Clone")):
+        return ""
+    names = "reduction", "ignore_index", "beta", "delta", "alpha", "exponent", "p"
+    numbers = [(name, getattr(node, f"_saved_{name}", None)) for name in names]
+    known = [f"{name}={value}" for name, value in numbers if type(value) in (int, float)]
+    return " ".join((node.name(), *known))
 
 
 def _differentiated() -> Any:

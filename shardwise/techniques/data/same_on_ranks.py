@@ -135,6 +135,7 @@ class SameOnRanks:
         self.hash = 0  # of them
         self.weighs = False  # whether they compare weights and hooks too
         self.compared: dict[str, Options] = {}  # the doubts of this step
+        self.on_tensor = 0  # a hash of what tensor ranks compare with the weights
         experts = any(_OF_EXPERTS in (f.shard_axis.name, f.replicate_axis.name) for f in flats)
         self.modules = {} if experts else dict(modules or {})  # else those of other ranks differ
         self.doubts = Doubts(() if experts else flats, self.modules)
@@ -217,16 +218,17 @@ class SameOnRanks:
         self.options, self.facts = None if self.options is None else {}, {}
         self.weighs = self.every > 0 and step % self.every == 0
         self.hash = self._hash(repr(self.sent and [sorted(each.items()) for each in self.sent]))
+        tensor = self.weighs and self.tensor_ranks > 1
+        compares = self.data_ranks > 1 or tensor
+        self.compared = self.doubts.found(all_kinds=self.weighs) if compares else {}
+        shared = self.compared.get("hooks"), self._flags() if tensor and modes else b""
+        self.on_tensor = self._hash(repr(shared)) * tensor
         if not any(axis.transport.answered for axis in self.axes):
             return 0  # alone, or in a traced world, whose ranks are all this one
-        own = _share(self.data_rank(), self.data_ranks) * self.hash
+        parts = [self.hash, self._hash(repr(self.compared))]
         if modes and self.data_ranks > 1:
-            flags = bytes([m.training for m in self.modules.values()])
-            flags += bytes([p.requires_grad for _, p in self.params])
-            own += _share(self.data_rank(), self.data_ranks) * self._hash(repr(flags))
-        self.compared = self.doubts.found(all_kinds=self.weighs) if self.data_ranks > 1 else {}
-        if self.compared:
-            own += _share(self.data_rank(), self.data_ranks) * self._hash(repr(self.compared))
+            parts.append(self._hash(repr(self._flags())))
+        own = _share(self.data_rank(), self.data_ranks) * sum(parts)
         for axis in self.batches:
             own = own + _share(axis.rank, axis.size) * self.batch
         if self.reruns is not None:
@@ -241,6 +243,14 @@ class SameOnRanks:
 
     def _hash(self, text: str) -> int:
         return text_hash(text) % self.hashes
+
+    def _flags(self) -> bytes:
+        training = [m.training for m in self.modules.values()]
+        return bytes([*training, *(p.requires_grad for _, p in self.params)])
+
+    @property
+    def tensor_ranks(self) -> int:
+        return math.prod(axis.size for axis in self.others if axis.name != PIPELINE)
 
     @property
     def data_ranks(self) -> int:
@@ -269,7 +279,8 @@ class SameOnRanks:
         """
         own: int | Tensor = 0
         for number, axis in enumerate(self.others):
-            value = (self.hash + (self.batch if batch else 0)) % _HASHES_ON_OTHERS
+            of_modules = 0 if axis.name == PIPELINE else self.on_tensor
+            value = (self.hash + of_modules + (self.batch if batch else 0)) % _HASHES_ON_OTHERS
             share = _share(axis.rank, axis.size) * axis.transport.answered
             own = own + _FACTOR**number * share * value
         return own
@@ -299,21 +310,18 @@ class SameOnRanks:
         have = [(rank, each[0]) for rank, each in enumerate(every) if each[0] is not None]
         self._require_options([(rank, facts) for rank, (_, facts) in have], every=True)
         self._require_options([(rank, options) for rank, (options, _) in have])
+        stage = self.data_ranks * self.tensor_ranks  # so many ranks have the same modules
+        for start in range(0, len(every), stage):
+            ranks = [*enumerate(every)][start:][:stage]
+            self._require_options([(rank, modes) for rank, (_, modes, *_) in ranks])
+            told |= self._doubts("hooks", [(rank, own) for rank, (*_, own) in ranks])
         for start in range(0, len(every), self.data_ranks):
             data_ranks = every[start:][: self.data_ranks]
-            self._require_options(
-                [(start + rank, modes) for rank, (_, modes, *_) in enumerate(data_ranks)]
-            )
             reruns = [each for *_, each, _ in data_ranks]
             require_same(reruns, self.step, lambda rank, start=start: self._place(start + rank))
             told |= self._require_weights(start, [each for _, _, each, *_ in data_ranks])
-            for kind in KINDS:
-                doubts = [(start + k, own.get(kind, {})) for k, (*_, own) in enumerate(data_ranks)]
-                try:
-                    self._require_options(doubts, every=True)
-                except InputError as error:
-                    told = True
-                    self.doubts.warn(kind, error)
+            for kind in (kind for kind in KINDS if kind != "hooks"):
+                told |= self._doubts(kind, [(start + k, x[-1]) for k, x in enumerate(data_ranks)])
         if not told:
             warnings.warn(
                 f"Weights differed between data ranks in step {self.step}; its update has replaced "
@@ -321,6 +329,15 @@ class SameOnRanks:
                 "Continue from a checkpoint before it.",
                 stacklevel=2,
             )
+
+    def _doubts(self, kind: str, have: Sequence[tuple[int, dict[str, Options]]]) -> bool:
+        """Warn if ranks differ in this kind; returns whether they do."""
+        try:
+            self._require_options([(rank, own.get(kind, {})) for rank, own in have], every=True)
+        except InputError as error:
+            self.doubts.warn(kind, error)
+            return True
+        return False
 
     def _require_options(self, have: Sequence[tuple[int, Options]], *, every: bool = False) -> None:
         """Raise InputError for a value that differs; with `every`, for one that a rank lacks."""
@@ -366,8 +383,12 @@ class SameOnRanks:
             ]
         wrong = [each for each in different if each[2].differs(each[3])]
         if different and not wrong:
-            name, places, *_ = different[0]
-            _warn_of_rounding(name, *places)
+            name, (place, first), *_ = different[0]
+            warnings.warn(
+                f"The weights {name} on {place} differ from those on {first} by rounding, as on "
+                "hosts with other processors. A checkpoint has those of one of them.",
+                stacklevel=2,
+            )
         if wrong:
             name, places, values, usual = wrong[0]
             raise bad(
@@ -385,11 +406,6 @@ class SameOnRanks:
             for name, x in copy.of_parameters():
                 bits, total, norm, rounding = numbers_of(x)
                 yield (name, copy.part), Values(int(bits), total.item(), norm.item(), rounding)
-
-
-def floats_of(module: nn.Module) -> dict[str, float]:
-    """The floats of a module by name: epsilon, the rate of a dropout, ..."""
-    return {name: x for name, x in vars(module).items() if type(x) is float}
 
 
 def _share(rank: int, ranks: int) -> int:
@@ -412,12 +428,4 @@ def _other_option(name: str, places: Sequence[str], values: Sequence[object]) ->
         f"{name} on {places[0]}: {values[0]!r}; on {places[1]}: {values[1]!r}",
         "the same model, optimizer and options, in the same steps, on all ranks",
         instead,
-    )
-
-
-def _warn_of_rounding(name: str, place: str, first: str) -> None:
-    warnings.warn(
-        f"The weights {name} on {place} differ from those on {first} by rounding, as on hosts with "
-        "other processors. A checkpoint has those of one of them.",
-        stacklevel=2,
     )

@@ -117,7 +117,7 @@ class Glue(TorchFunctionMode):
                 "a gradient inside of the forward of a pipeline (a gradient penalty, say): its "
                 "backward pass would run through the stages of other ranks",
                 "losses without torch.autograd.grad or backward, or a plan without pp",
-                "'dp2 zero3', or the same plan without pp and its schedule",
+                "'dp2', or the same plan without pp, its schedule and zero3",
             )
         if func in _ANSWERS and args[0].is_meta:
             return _ANSWERS[func](self.device)
