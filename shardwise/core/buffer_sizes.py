@@ -20,8 +20,8 @@ SLOTS: Final = 4
 PIECE_BYTES: Final = 64
 #: The size of two fp32 sums of a 16-bit message, in units of the message.
 SUMS: Final = 4
-#: The size of the default pool, in buckets, unless the model's parameters are smaller.
-BUCKETS: Final = 2
+#: The size of the default pool, unless the model's parameters are smaller.
+POOL_BYTES: Final = 16 * 2**20
 
 
 def pool_bytes(plan: "Plan", model_bytes: int, device: str) -> int:
@@ -30,15 +30,14 @@ def pool_bytes(plan: "Plan", model_bytes: int, device: str) -> int:
     """
     if plan.size == 1:
         return 0
-    usual_bytes = usual_pool_bytes(_longest(plan), plan.bucket_bytes, model_bytes, device)
-    return plan.buffers_bytes or usual_bytes
+    return plan.buffers_bytes or usual_pool_bytes(_longest(plan), model_bytes, device)
 
 
-def usual_pool_bytes(ranks: int, bucket_bytes: int, model_bytes: int, device: str) -> int:
+def usual_pool_bytes(ranks: int, model_bytes: int, device: str) -> int:
     if ranks == 1 or device == "cuda":
         return 0
     model_bytes += -model_bytes % (SLOTS * PIECE_BYTES)
-    return max(min(BUCKETS * bucket_bytes, model_bytes), _smallest(ranks))
+    return max(min(POOL_BYTES, model_bytes), _smallest(ranks))
 
 
 def smallest_pool_bytes(plan: "Plan") -> int:

@@ -218,7 +218,7 @@ def _wrap(
     cast_whole(module, None, world.device, by_unit=how.row.moves().fetch is not None)
     _warn_of_16_bits(module, world)
     model_bytes, device = sum(p.nbytes for p in module.parameters()), world.device.type
-    size_bytes = usual_pool_bytes(world.size, how.bucket_bytes, model_bytes, device)
+    size_bytes = usual_pool_bytes(world.size, model_bytes, device)
     world.pool.reserve(size_bytes, world.device)
     how = replace(how, fill=default_fill(module, 0), device=world.device)
     how = replace(how, tiers=world.tiers, weights=weights, number=world.number)

@@ -190,9 +190,9 @@ def test_buffers_are_whole_on_every_rank():
 @pytest.mark.parametrize(
     ("text", "model_bytes", "expected"),
     [
-        ("dp4 zero3", 2**40, 50 * 2**20),
-        ("dp1024 zero3", 2**40, 50 * 2**20),
-        ("dp2 bucket:1MiB", 2**30, 2**21),
+        ("dp4 zero3", 2**40, 16 * 2**20),
+        ("dp1024 zero3", 2**40, 16 * 2**20),
+        ("dp2 bucket:1MiB", 2**30, 2**24),
         ("dp2 tp2", 10_000, 10_240),  # of a small model as much as it has
         ("dp2 buffers:64MiB", 10_000, 2**26),
         ("dp2", 4, 1536),

@@ -98,7 +98,7 @@ TECHNIQUE: Final = Technique(
         Word(
             "buffers:SIZE",
             "buffers:64MiB",
-            "communication buffers of SIZE (the default: 2 buckets)",
+            "communication buffers of SIZE (the default: 16 MiB)",
         ),
     ),
     fields=(
