@@ -27,7 +27,7 @@ VALUES = (
 )
 APPLIED = (
     *("apply", "plans", "recorded", "source", "first_step", "placement", "tensor_axis", "auto"),
-    *("budget", "disk_states", "partition", "pipelined", "stage_module", "staged_model"),
+    *("budget", "disk_optimizer", "partition", "pipelined", "stage_module", "staged_model"),
     *("weight_stashing", "stage_work", "probe"),
 )
 #: The most files of the package, outside a technique's folder, that import from it. A bound falls

@@ -42,7 +42,7 @@ from shardwise.techniques.data.apply import cast_whole
 from shardwise.techniques.data.buffers import normal_mode
 from shardwise.techniques.data.units import Unit
 from shardwise.techniques.layers.exchange import plain
-from shardwise.techniques.offload.disk_states import open_disk
+from shardwise.techniques.offload.disk_optimizer import open_disk
 
 
 class Engine:
@@ -81,7 +81,7 @@ class Engine:
             )
         self.optimizer.compare_on(self.consensus.same)
         if self.guard.by_norm:
-            self.data.leave_device = self.optimizer.states.see
+            self.data.leave_device = self.optimizer.see
         self.passes = sharded.passes(model, self._objective, training.check_every.rerun)
         self.updates = Updates(
             self.optimizer,

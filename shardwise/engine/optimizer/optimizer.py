@@ -1,8 +1,8 @@
 """The optimizer over shards: any torch.optim class on this rank's pieces, or on tensors it owns.
 
-`States` decides where masters and states are and how the class steps there: in the memory of the
-device or the host (memory_states.py), or on a disk (disk_states.py).  An Updater decides when and
-on which thread an update runs (techniques/offload/updater.py).
+Its two classes have masters and states, and step, in the memory of the device or the host
+(memory_optimizer.py) or on a disk (disk_optimizer.py).  An Updater decides when and on which thread
+an update runs (techniques/offload/updater.py).
 
 A parameter that had no gradient on any rank is left alone, its step count too, exactly as one
 process would.
@@ -14,11 +14,11 @@ torch's own optimizer, and the next step uses the rates that a scheduler writes 
     group k       "name" is its pattern k; the same groups on every rank, some maybe empty
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ from shardwise.core.errors import bad
 from shardwise.core.tools.tree import leaves
 from shardwise.engine.optimizer import optimizer_state as groups
 from shardwise.engine.optimizer.norm import counts, squares
-from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec, step_over
+from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec, even_out
 from shardwise.engine.optimizer.owners import Owners
 from shardwise.engine.precision import HALF
 from shardwise.techniques.data.checksum import versions
@@ -52,52 +52,6 @@ class OnDevice(NamedTuple):
 Factor = float | OnDevice
 
 
-class States(Protocol):
-    """The masters and states of an optimizer's flat groups, which are numbered in its order."""
-
-    optimizer: "ShardedOptimizer"
-    #: Whether an update multiplies gradients of 32 bits and more in place.
-    scales_in_place = True
-
-    @abstractmethod
-    def later(self, chosen: Sequence[int], factor: Factor) -> Callable[[], None]:
-        """The update of flat groups from their gradients of now, each times `factor`."""
-
-    @abstractmethod
-    def room(self, k: int, index: int, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """New memory for a state tensor of a parameter of the k-th flat, on the state's tier."""
-
-    def held(self) -> Iterable[Mapping[str, Any]]:
-        """States that only updates of this thread and the program write to."""
-        return ()
-
-    def loading(self) -> None:
-        """Before a checkpoint is read into masters and states."""
-
-    @abstractmethod
-    def loaded(self) -> None:
-        """After masters were written from outside: copy them to the weights."""
-
-    @abstractmethod
-    def switch(self, mode: str) -> None:
-        """Call torch's `optimizer.eval()` or `train()`, which may write to the parameters."""
-
-    def publish(self, chosen: Sequence[int]) -> None:
-        """Copy updated masters to the tier of their weights, unless the update has done so."""
-
-    def expose(self) -> None:
-        """Before masters and states are read from outside."""
-
-    def see(self, flat: Flat) -> None:
-        """A reduced gradient is about to leave the device, and its squares will be needed."""
-
-    def squares(self, flats: Sequence[Flat]) -> list[Tensor]:
-        return [squares(f) for f in flats if f.grads.gshard is not None and counts(f)]
-
-    def owns(self) -> Iterator[Owned]:
-        yield from ()
-
-
 @contextmanager
 def as_pieces(flats: Sequence[Flat]) -> Iterator[None]:
     """Parameters are this rank's pieces inside: classes as Adagrad create their state at once."""
@@ -112,17 +66,19 @@ def as_pieces(flats: Sequence[Flat]) -> Iterator[None]:
             p.data = data
 
 
-class ShardedOptimizer(Optimizer):
-    """One torch optimizer over the pieces this rank updates; `engine.step` drives it."""
+class ShardedOptimizer(Optimizer, ABC):
+    """One torch optimizer over the pieces of trained flat groups that this rank updates.
+
+    `masters` are by the number of a flat group; `engine.step` drives it.
+    """
+
+    #: Whether an update multiplies gradients of 32 bits and more in place.
+    scales_in_place = True
 
     def __init__(
-        self,
-        spec: OptimizerSpec,
-        flats: Sequence[Flat],
-        states: States,
-        masters: Mapping[int, Tensor],
+        self, spec: OptimizerSpec, flats: Sequence[Flat], masters: Mapping[int, Tensor]
     ) -> None:
-        self.spec, self.flats, self.states, self.masters = spec, flats, states, masters
+        self.spec, self.flats, self.masters = spec, flats, masters
         self.owners = Owners(spec, flats)
         self.targets = [self._targets(k, flat) for k, flat in enumerate(self.flats)]
         named = [
@@ -152,6 +108,42 @@ class ShardedOptimizer(Optimizer):
             parts = (flat.views.part(i, self.masters[k]) for i in range(len(flat.params)))
             found = [nn.Parameter(part) for part in parts]
         return [self.owners.targets.get((k, i), target) for i, target in enumerate(found)]
+
+    # --- where masters and states are -----------------------------------------------------------
+
+    @abstractmethod
+    def begin_update(self, chosen: Sequence[int], factor: Factor) -> Callable[[], None]:
+        """The update of flat groups from their gradients of now, each times `factor`."""
+
+    @abstractmethod
+    def room(self, k: int, index: int, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """New memory for a state tensor of a parameter of the k-th flat, on the state's tier."""
+
+    @abstractmethod
+    def loaded(self) -> None:
+        """After masters were written from outside: copy them to the weights."""
+
+    def loading(self) -> None:
+        """Before a checkpoint is read into masters and states."""
+
+    def expose(self) -> None:
+        """Before masters and states are read from outside."""
+
+    def see(self, flat: Flat) -> None:
+        """A reduced gradient is about to leave the device, and its squares will be needed."""
+
+    def publish(self, flats: Sequence[Flat]) -> None:
+        """Copy updated masters to the tier of their weights, unless the update has done so."""
+
+    def squares(self, flats: Sequence[Flat]) -> list[Tensor]:
+        return [squares(f) for f in flats if f.grads.gshard is not None and counts(f)]
+
+    def held(self) -> Iterable[Mapping[str, Any]]:
+        """States that only updates of this thread and the program write to."""
+        return ()
+
+    def switch(self, mode: str) -> None:
+        """Call torch's `optimizer.eval()` or `train()`, which may write to the parameters."""
 
     # --- the update ---------------------------------------------------------------------------
 
@@ -199,26 +191,29 @@ class ShardedOptimizer(Optimizer):
     def _begin(self, flats: Sequence[Flat], factor: Factor) -> Callable[[], None]:
         self.factor = factor.factor if isinstance(factor, OnDevice) else factor
         self._opt_called = True  # torch's schedulers check that
-        return self.states.later(self._chosen(flats), factor)
+        return self.begin_update(self._chosen(flats), factor)
 
     def _chosen(self, flats: Sequence[Flat]) -> list[int]:
         return [k for k, flat in enumerate(self.flats) if flat in flats]
-
-    def publish(self, flats: Sequence[Flat]) -> None:
-        self.states.publish(self._chosen(flats))
 
     def clear(self, flats: Sequence[Flat]) -> None:
         for flat in flats:
             flat.grads.clear()
 
-    def size_bytes(self, flats: Sequence[Flat]) -> int:
-        return sum(flat.shard.nbytes for flat in flats)
-
     def step_members(self, members: Iterable[Member]) -> None:
-        by_group: list[list[nn.Parameter]] = [[] for _ in self.param_groups]
-        for group, target in members:
-            by_group[group].append(target)
-        step_over(self.torch, by_group)
+        """Torch's own step over `members`."""
+        groups = self.torch.param_groups
+        everyone = [group["params"] for group in groups]
+        try:
+            for group in groups:
+                group["params"] = []
+            for number, target in members:
+                groups[number]["params"].append(target)
+            even_out(self.torch)
+            self.torch.step()
+        finally:
+            for group, params in zip(groups, everyone, strict=True):
+                group["params"] = params
 
     @torch.no_grad()
     def follow(self, flats: Sequence[Flat]) -> None:
@@ -250,7 +245,7 @@ class ShardedOptimizer(Optimizer):
             )
         self.follow(self.flats)
         self.torch.param_groups = self.param_groups
-        self.states.switch(mode)
+        self.switch(mode)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: `engine.step` clears each gradient after its update."""
@@ -315,7 +310,7 @@ class ShardedOptimizer(Optimizer):
         self.noted = self._noted()
 
     def _noted(self) -> int:
-        held = [*self.states.held()]
+        held = [*self.held()]
         return len(self.state) + versions(held) if any(held) else 0
 
     def compare_on(self, same: SameOnRanks) -> None:
@@ -343,7 +338,7 @@ class ShardedOptimizer(Optimizer):
 
     def squared_norm(self, flats: Sequence[Flat]) -> Tensor:
         """The sum of squares of the gradients in this rank's blocks, without what others count."""
-        found = self.states.squares(flats)
+        found = self.squares(flats)
         if not found:
             return torch.zeros((), dtype=torch.float64, device="cpu")
         # gradients in host memory have theirs there
@@ -356,4 +351,3 @@ class ShardedOptimizer(Optimizer):
             # a copy: the host thread may be creating the state
             states = [list(self.state.get(target, {}).values()) for target in targets]
             yield from (("optimizer", flat, value) for value in leaves(states, Tensor))
-        yield from self.states.owns()

@@ -24,7 +24,7 @@ from shardwise.comm.world import Axis
 from shardwise.core.errors import NonFiniteError
 from shardwise.core.reduce_order import EARLY_BYTES
 from shardwise.engine.checks.guard import Guard
-from shardwise.engine.optimizer.memory_states import MemoryStates
+from shardwise.engine.optimizer.memory_optimizer import MemoryOptimizer
 from shardwise.engine.optimizer.norm import LossScale
 from shardwise.engine.optimizer.optimizer import Factor, OnDevice, ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
@@ -32,14 +32,14 @@ from shardwise.engine.step_end import PendingResult
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Unit
-from shardwise.techniques.offload.disk_states import DiskStates
+from shardwise.techniques.offload.disk_optimizer import DiskOptimizer
 from shardwise.techniques.offload.updater import (
     MOST_BYTES,
     HostThread,
     InPlace,
     NextStep,
     Together,
-    Updater,
+    size_bytes,
 )
 from shardwise.techniques.offload.word import Offload
 
@@ -51,16 +51,16 @@ def optimizer_and_updater(
     disk: Disk | None,
     offload: Offload | None,
     steps: Callable[[], int],
-) -> tuple[ShardedOptimizer, Updater[Flat]]:
+) -> tuple[ShardedOptimizer, InPlace]:
     """The optimizer of the trained flat groups, and its updater; `steps()` counts steps."""
 
     def order() -> list[Flat]:
         return [flat for unit in data.units.order for flat in unit.trained]
 
     if disk is not None:
-        optimizer = DiskStates(spec, order(), tiers, disk).optimizer
+        optimizer = DiskOptimizer(spec, order(), tiers, disk)
         return optimizer, Together(optimizer)
-    optimizer = MemoryStates(spec, order(), tiers, data.units).optimizer
+    optimizer = MemoryOptimizer(spec, order(), tiers, data.units)
     if spec.together:
         return optimizer, Together(optimizer)
     inline = tiers.device.type == "meta"
@@ -82,7 +82,7 @@ class Updates:
     """
 
     optimizer: ShardedOptimizer
-    updater: Updater[Flat]
+    updater: InPlace
     data: Data
     guard: Guard
     scale: LossScale
@@ -168,7 +168,7 @@ class Updates:
         for unit in units:
             unit.to_sharded()
             part += unit.trained
-            if self.optimizer.size_bytes(part) >= least_bytes:
+            if size_bytes(part) >= least_bytes:
                 yield part
                 part = []
         if part:

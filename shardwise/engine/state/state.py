@@ -83,7 +83,7 @@ class Loading:
         saved: Catalogue,
         scalars: Mapping[str, Any],
     ) -> None:
-        optimizer.states.loading()
+        optimizer.loading()
         idle, every = {*scalars.get("idle", ())}, held_parameters(optimizer)
         saved = {name: of for name, of in saved.items() if name.split("/", 2)[-1] not in idle}
         self.optimizer = optimizer
@@ -105,7 +105,7 @@ class Loading:
 
 def weights(flats: Sequence[Flat], optimizer: ShardedOptimizer) -> list[Box]:
     optimizer.follow(optimizer.flats)
-    optimizer.states.expose()
+    optimizer.expose()
     masters = {id(f): optimizer.masters.get(k) for k, f in enumerate(optimizer.flats)}
     return [box for flat in flats for box in boxes_of(flat, "model", masters.get(id(flat)))]
 
@@ -126,7 +126,7 @@ def held_parameters(optimizer: ShardedOptimizer) -> list[HeldParameter]:
             flat,
             index,
             param,
-            partial(optimizer.states.room, k, index),
+            partial(optimizer.room, k, index),
             owned=(k, index) in owners.targets,
         )
         for k, (flat, targets) in enumerate(zip(optimizer.flats, optimizer.targets, strict=True))
@@ -166,12 +166,12 @@ def buffers(model: nn.Module, sharded: ShardedModel) -> list[Box]:
 def gradients(optimizer: ShardedOptimizer) -> list[Box]:
     """This rank's pieces of the gradients, named "grad/NAME", as the last update used them."""
     found: list[Box] = []
-    optimizer.states.expose()
+    optimizer.expose()
     for flat in optimizer.flats:
         if flat.grads.gshard is None:
             continue
         # 16-bit gradients are multiplied on their way to the master
-        in_place = flat.dtype not in HALF and optimizer.states.scales_in_place
+        in_place = flat.dtype not in HALF and optimizer.scales_in_place
         factor = 1.0 if in_place else optimizer.factor
         wide = torch.promote_types(flat.dtype, torch.float32)
         used = flat.grads.gshard if in_place else flat.grads.gshard.to(wide) * factor
@@ -248,7 +248,7 @@ def _expected(
 @torch.no_grad()
 def refresh(optimizer: ShardedOptimizer, units: Units) -> None:
     """After loading: weights follow their masters, gathered copies follow the pieces."""
-    optimizer.states.loaded()
+    optimizer.loaded()
     units.to_sharded()
     units.begin_unshard()
 

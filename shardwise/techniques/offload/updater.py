@@ -19,19 +19,18 @@ All messages and copies between tiers begin on the main thread, in one order. (Z
 """
 
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from itertools import chain
 from threading import Event
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final
 
 import torch
 
-T = TypeVar("T")
-T_contra = TypeVar("T_contra", contravariant=True)
+from shardwise.engine.optimizer.optimizer import Factor, ShardedOptimizer
+from shardwise.techniques.data.flat.flat_parameter import Flat
 
 #: The bytes of one call: with fewer, calls of torch's optimizer cost a tenth of the update.
 MOST_BYTES: Final = 2**26
@@ -40,35 +39,30 @@ LATE_S: Final = 0.02
 MOST_S: Final = 10.0
 
 
-class FlatOptimizer(Protocol[T_contra]):
-    """The optimizer of items, its flat groups (engine/optimizer/optimizer.py)."""
-
-    def update(self, items: Sequence[T_contra], factor: Any, /) -> None: ...
-    def later(self, items: Sequence[T_contra], factor: Any, /) -> Callable[[], None]: ...
-    def publish(self, items: Sequence[T_contra], /) -> None: ...
-    def clear(self, items: Sequence[T_contra], /) -> None: ...
-    def size_bytes(self, items: Sequence[T_contra], /) -> int: ...
-
-
-class Updater(ABC, Generic[T]):
-    """Updates the items of an optimizer once a step, unless the step is skipped.
+class InPlace:
+    """Updates the flat groups of an optimizer once a step, unless the step is skipped.
 
     late         make updates beside a step only when `finish` waits for them, as on a slow host
     by_schedule  the schedule updates each stage during the step (pipeline/weight_stashing.py)
+    pending      an update has begun that `finish` has not made visible
     """
 
-    late = by_schedule = False
+    late = by_schedule = pending = False
 
-    @property
-    def pending(self) -> bool:
-        """Whether an update has begun that `finish` has not made visible."""
-        return False
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self.optimizer = optimizer
 
-    @abstractmethod
-    def update(self, parts: Iterable[Sequence[T]], factor: Any, most_bytes: int) -> None:
+    def update(self, parts: Iterable[Sequence[Flat]], factor: Factor, most_bytes: int) -> None:
         """Update parts as they arrive, from their gradients times `factor`. `most_bytes` bounds
-        what another thread updates in one call, if that is several items.
+        what another thread updates in one call, if that is several flat groups.
         """
+        for part in parts:
+            self.optimizer.update(part, factor)
+            self._end(part)
+
+    def _end(self, part: Sequence[Flat]) -> None:
+        self.optimizer.publish(part)
+        self.optimizer.clear(part)
 
     def finish(self) -> None:
         """Make visible what is updated beside the step, or raise the error of an update."""
@@ -78,103 +72,82 @@ class Updater(ABC, Generic[T]):
         return {}
 
 
-class InPlace(Updater[T]):
-    """Updates each part when it has arrived."""
-
-    def __init__(self, optimizer: FlatOptimizer[T]) -> None:
-        self.optimizer = optimizer
-
-    def update(self, parts: Iterable[Sequence[T]], factor: Any, most_bytes: int) -> None:
-        for part in parts:
-            self.optimizer.update(part, factor)
-            self.optimizer.publish(part)
-            self.optimizer.clear(part)
-
-
-class Together(Updater[T]):
+class Together(InPlace):
     """Updates all parts in one call, so that a disk is read ahead from the first to the last."""
 
-    def __init__(self, optimizer: FlatOptimizer[T]) -> None:
-        self.at_once = InPlace(optimizer)
-
-    def update(self, parts: Iterable[Sequence[T]], factor: Any, most_bytes: int) -> None:
-        self.at_once.update([[item for part in parts for item in part]], factor, most_bytes)
+    def update(self, parts: Iterable[Sequence[Flat]], factor: Factor, most_bytes: int) -> None:
+        super().update([[flat for part in parts for flat in part]], factor, most_bytes)
 
 
-class HostThread(Updater[T]):
+class HostThread(InPlace):
     """Updates on a thread, which lives as long as a call of `update`."""
 
-    def __init__(self, optimizer: FlatOptimizer[T], *, inline: bool = False) -> None:
-        self.optimizer, self.inline = optimizer, inline
+    def __init__(self, optimizer: ShardedOptimizer, *, inline: bool = False) -> None:
+        super().__init__(optimizer)
+        self.inline = inline
 
-    def update(self, parts: Iterable[Sequence[T]], factor: Any, most_bytes: int) -> None:
+    def update(self, parts: Iterable[Sequence[Flat]], factor: Factor, most_bytes: int) -> None:
         """Publish updates when something else arrives, or at the end."""
-        waiting, running = deque[list[T]](), deque[Future[list[T]]]()
+        waiting, running = deque[list[Flat]](), deque[Future[list[Flat]]]()
         take = partial(self._take, waiting, factor, most_bytes)
-        bounded = (pieces(self.optimizer, part, most_bytes) for part in parts)
+        bounded = (pieces(part, most_bytes) for part in parts)
         thread = _thread(inline=self.inline)
         try:
             for piece in chain.from_iterable(bounded):
                 waiting.append(piece)
                 running.append(thread.submit(take))
                 while running and running[0].done():
-                    self._end(running.popleft())
+                    self._end(running.popleft().result())
             while running:
-                self._end(running.popleft())
+                self._end(running.popleft().result())
         finally:
             thread.shutdown(wait=True, cancel_futures=True)
 
-    def _take(self, waiting: deque[list[T]], factor: Any, most_bytes: int) -> list[T]:
+    def _take(self, waiting: deque[list[Flat]], factor: Factor, most_bytes: int) -> list[Flat]:
         """Update what waits; nothing if an earlier call has taken it."""
-        taken: list[T] = []
-        size_bytes = self.optimizer.size_bytes
+        taken: list[Flat] = []
         while waiting and (not taken or size_bytes(taken + waiting[0]) <= most_bytes):
             taken += waiting.popleft()
         if taken:
             self.optimizer.update(taken, factor)
         return taken
 
-    def _end(self, update: Future[list[T]]) -> None:
-        if taken := update.result():
-            self.optimizer.publish(taken)
-            self.optimizer.clear(taken)
 
-
-class NextStep(Updater[T]):
+class NextStep(HostThread):
     """The updates of one step, in order on a thread of the host, until `finish`.
 
-    order     all items, in the order in which the next step uses them
-    delays    whether the update of this step is delayed; else HostThread makes it
+    order     all flat groups, in the order in which the next step uses them
+    delays    whether the update of this step is delayed; else it is made within the step
     """
 
     def __init__(
         self,
-        optimizer: FlatOptimizer[T],
-        order: Callable[[], Sequence[T]],
+        optimizer: ShardedOptimizer,
+        order: Callable[[], Sequence[Flat]],
         delays: Callable[[], bool],
         *,
         inline: bool = False,
     ) -> None:
-        self.optimizer, self.order, self.delays = optimizer, order, delays
-        self.at_once = HostThread(optimizer, inline=inline)
+        super().__init__(optimizer, inline=inline)
+        self.order, self.delays = order, delays
         self._asked = Event()  # `finish` waits
-        self._running: list[tuple[Future[Any], list[T]]] = []
+        self._running: list[tuple[Future[Any], list[Flat]]] = []
 
     @property
     def pending(self) -> bool:
         return bool(self._running)
 
-    def update(self, parts: Iterable[Sequence[T]], factor: Any, most_bytes: int) -> None:
+    def update(self, parts: Iterable[Sequence[Flat]], factor: Factor, most_bytes: int) -> None:
         """When all parts have arrived, finish the last step's update and begin theirs."""
         if not self.delays():
             self.finish()
-            self.at_once.update(parts, factor, most_bytes)
+            super().update(parts, factor, most_bytes)
             return
         deque(parts, maxlen=0)
         self.finish()
-        every = list(pieces(self.optimizer, self.order(), most_bytes))
+        every = list(pieces(self.order(), most_bytes))
         updates = [self.optimizer.later(piece, factor) for piece in every]
-        self._asked, thread = Event(), _thread(inline=self.at_once.inline)
+        self._asked, thread = Event(), _thread(inline=self.inline)
         begun = [thread.submit(self._run, update) for update in updates]
         self._running = list(zip(begun, every, strict=True))
         thread.shutdown(wait=False)  # it ends after the last update
@@ -193,12 +166,16 @@ class NextStep(Updater[T]):
             self.optimizer.publish(piece)
 
 
-def pieces(optimizer: FlatOptimizer[T], items: Iterable[T], least_bytes: int) -> Iterator[list[T]]:
-    """Items in lists of at least this size; the last may be smaller."""
-    piece: list[T] = []
-    for item in items:
-        piece.append(item)
-        if optimizer.size_bytes(piece) >= least_bytes:
+def size_bytes(flats: Iterable[Flat]) -> int:
+    return sum(flat.shard.nbytes for flat in flats)
+
+
+def pieces(flats: Iterable[Flat], least_bytes: float) -> Iterator[list[Flat]]:
+    """Flat groups in lists of at least this size; the last may be smaller."""
+    piece: list[Flat] = []
+    for flat in flats:
+        piece.append(flat)
+        if size_bytes(piece) >= least_bytes:
             yield piece
             piece = []
     if piece:

@@ -35,7 +35,7 @@ from shardwise.engine.optimizer.optimizer import Factor, OnDevice, ShardedOptimi
 from shardwise.engine.options import EngineOptions
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
-from shardwise.techniques.offload.updater import Updater
+from shardwise.techniques.offload.updater import InPlace
 from shardwise.techniques.pipeline import stage_module
 from shardwise.techniques.pipeline.stage_module import Staging
 
@@ -86,7 +86,7 @@ def _torn(plan: Plan, name: str, stages: Sequence[int], schedule: Schedule) -> I
     )
 
 
-class Stale(Updater[Flat]):
+class Stale(InPlace):
     """The versions of the parameters of this rank's stages, during one run of a schedule."""
 
     by_schedule = True
@@ -95,7 +95,8 @@ class Stale(Updater[Flat]):
         self, staged: Staging, data: Data, optimizer: ShardedOptimizer, guard: Guard
     ) -> None:
         assert data.staged is not None
-        self.schedule, self.data, self.optimizer = staged.schedule, data, optimizer
+        super().__init__(optimizer)
+        self.schedule, self.data = staged.schedule, data
         self.units = data.staged
         self.guard = guard
         self.staged, self.device = staged, staged.stages.device

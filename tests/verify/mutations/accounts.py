@@ -30,7 +30,7 @@ from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.layers import layer_plan
 from shardwise.techniques.offload import price as offload_price
-from shardwise.techniques.offload.disk_states import DiskStates
+from shardwise.techniques.offload.disk_optimizer import DiskOptimizer
 from shardwise.techniques.offload.word import Offload
 from shardwise.techniques.pipeline.runtime import _Post
 from shardwise.techniques.recompute import choice
@@ -219,7 +219,7 @@ ROWS |= {
         Offload, "tiers", lambda _, numels: ["host"] * len(numels)
     ),
     "each extent twice [dp2 offload:optim@disk of wide] memory": around(
-        DiskStates,
+        DiskOptimizer,
         "_allocate",
         lambda real, s, key, *of: [real(s, f"second {key}", *of), real(s, key, *of)][1],
     ),

@@ -13,8 +13,8 @@ from shardwise.engine.batch import filled
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.engine import Engine
 from shardwise.engine.one_stage import OneStage
-from shardwise.engine.optimizer import memory_states
-from shardwise.engine.optimizer.memory_states import MemoryStates
+from shardwise.engine.optimizer import memory_optimizer
+from shardwise.engine.optimizer.memory_optimizer import MemoryOptimizer
 from shardwise.engine.optimizer.norm import LossScale, LossWeights
 from shardwise.engine.optimizer.optimizer import Factor, OnDevice, ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
@@ -24,6 +24,7 @@ from shardwise.techniques.data.flat import flat_gradient, flat_parameter
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
 from shardwise.techniques.data.flat.flat_parameter import Flat, State
 from shardwise.techniques.data.rerun import Rerun
+from shardwise.techniques.offload import updater
 from tests.verify.mutations.mutation import (
     Act,
     Change,
@@ -154,7 +155,7 @@ ROWS |= {
         Updates, "by_norm", lambda u, norm, factor: (u, norm, factor * u.scale.value)
     ),
     "unscaled in 16 bits [dp2 zero1 fp16 of gpt]": instead(
-        memory_states, "_in_32_bits", lambda gradient, factor: (gradient * factor).float()
+        memory_optimizer, "_in_32_bits", lambda gradient, factor: (gradient * factor).float()
     ),
     # --- the loss scale ---------------------------------------------------------------------------
     "the loss scale never rises [dp2 fp16]": before(
@@ -169,7 +170,7 @@ def the_last_units_not_updated(real, updates: Updates, units: Any, least_bytes: 
     """Without clipping units are updated as they arrive: those left at the end are forgotten."""
     enough = 0 if math.isinf(least_bytes) else updates.early_bytes or 0
     for part in real(updates, units, least_bytes):
-        if updates.optimizer.size_bytes(part) >= enough:
+        if updater.size_bytes(part) >= enough:
             yield part
 
 
@@ -255,8 +256,8 @@ def a_bit_of_a_replica(real, engine: Engine, batch: Any) -> Any:
     return real(engine, batch)
 
 
-@ROWS.around("dp2 zero1 bf16 of gpt", MemoryStates, "_update")
-def one_gradient_three_percent_too_large(real, states: MemoryStates, gradients: Any, *of: Any):
+@ROWS.around("dp2 zero1 bf16 of gpt", MemoryOptimizer, "_update")
+def one_gradient_three_percent_too_large(real, states: MemoryOptimizer, gradients: Any, *of: Any):
     for k in gradients.keys() & states.masters.keys():
         flat, name = states.flats[k], "blocks.0.mlp.down.weight"
         if name in flat.names:
@@ -264,23 +265,23 @@ def one_gradient_three_percent_too_large(real, states: MemoryStates, gradients: 
     real(states, gradients, *of)
 
 
-@ROWS.around("dp2 bf16 of gpt", MemoryStates, "_update")
-def masters_rounded_to_16_bits(real, states: MemoryStates, gradients: Any, *args: Any) -> None:
+@ROWS.around("dp2 bf16 of gpt", MemoryOptimizer, "_update")
+def masters_rounded_to_16_bits(real, states: MemoryOptimizer, gradients: Any, *args: Any) -> None:
     real(states, gradients, *args)
     for k in gradients.keys() & states.masters.keys():
         states.masters[k].copy_(states.flats[k].shard)
 
 
-@ROWS.around("dp2 zero1 bf16 of gpt", MemoryStates, "_end_step")
-def masters_truncated(real, states: MemoryStates, k: int) -> None:
+@ROWS.around("dp2 zero1 bf16 of gpt", MemoryOptimizer, "_end_step")
+def masters_truncated(real, states: MemoryOptimizer, k: int) -> None:
     real(states, k)
     flat = states.flats[k]
     if not flat.moves.offload:
         flat.shard.copy_(truncated(states.masters[k]))
 
 
-@ROWS.around("dp2 zero1 offload:optim bf16 of gpt", MemoryStates, "publish")
-def masters_on_the_host_truncated(real, states: MemoryStates, *args: Any) -> None:
+@ROWS.around("dp2 zero1 offload:optim bf16 of gpt", MemoryOptimizer, "publish")
+def masters_on_the_host_truncated(real, states: MemoryOptimizer, *args: Any) -> None:
     kept = states.masters
     states.masters = {k: truncated(master) for k, master in kept.items()}
     real(states, *args)

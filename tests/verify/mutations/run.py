@@ -21,8 +21,8 @@ from shardwise.engine.optimizer.updating import Updates
 from shardwise.techniques.data.flat import flat_parameter
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
 from shardwise.techniques.expert.apply import ExpertLayout
-from shardwise.techniques.offload import disk_states, updater
-from shardwise.techniques.offload.disk_states import DiskStates
+from shardwise.techniques.offload import disk_optimizer, updater
+from shardwise.techniques.offload.disk_optimizer import DiskOptimizer
 from shardwise.techniques.offload.updater import NextStep
 from shardwise.techniques.offload.word import Offload
 from shardwise.techniques.recompute.kept import Generators
@@ -124,21 +124,21 @@ ROWS |= {
     # --- chunks of a disk -------------------------------------------------------------------------
     # the pieces of one parameter share its count of steps, and each adds to it
     "a step for each chunk [dp2 zero1 offload:optim@disk of wide]": instead(
-        disk_states, "_copied", lambda value: value
+        disk_optimizer, "_copied", lambda value: value
     ),
     "a chunk published in the place of another [dp2 zero3 offload:optim@disk of wide]": arguments(
-        DiskStates,
+        DiskOptimizer,
         "_publish_chunk",
         lambda s, job, *of: (s, type(job)(job.key, job.chunk - (job.chunk == 1), job.extents), *of),
     ),
     # of every chunk the parameters of the first one are updated
     "pieces of the first chunk [dp2 zero1 offload:optim@disk of wide]": arguments(
-        DiskStates, "_inside", lambda s, flat, first, last: (s, flat, 0, last - first)
+        DiskOptimizer, "_inside", lambda s, flat, first, last: (s, flat, 0, last - first)
     ),
     "the last chunk not updated [dp2 zero3 offload:optim@disk of wide]": skip(
-        DiskStates,
+        DiskOptimizer,
         "_update_chunk",
-        lambda s, job, *_: 0 < job.chunk == s.masters[job.key].chunks - 1,
+        lambda s, job, *_: 0 < job.chunk == s.wholes[job.key].chunks - 1,
     ),
     # --- evaluation, outputs ----------------------------------------------------------------------
     "an evaluation in training mode [dp2 zero1 of training]": in_training,
@@ -184,8 +184,8 @@ ROWS |= {
 
 @ROWS.around("dp2 zero3", ShardedOptimizer, "set_lr")
 def a_new_rate_a_step_late(real, optimizer: ShardedOptimizer, lr: float) -> None:
-    earlier = optimizer.__dict__.setdefault("asked", lr)
-    optimizer.__dict__["asked"] = lr
+    earlier = getattr(optimizer, "asked", lr)
+    setattr(optimizer, "asked", lr)  # noqa: B010
     real(optimizer, earlier)
 
 

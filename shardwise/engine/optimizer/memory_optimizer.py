@@ -29,7 +29,6 @@ from shardwise.engine.optimizer.optimizer import (
     Member,
     OnDevice,
     ShardedOptimizer,
-    States,
 )
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.optimizer.optimizer_state import device_of
@@ -42,20 +41,20 @@ from shardwise.techniques.data.units import Units
 Gradient = tuple[Tensor | None, Sequence[bool]]
 
 
-class MemoryStates(States):
-    """The states of trained flat groups `flats`, each on the tier of its row."""
+class MemoryOptimizer(ShardedOptimizer):
+    """Masters and states of each flat group are on the tier of its row."""
 
     def __init__(
         self, spec: OptimizerSpec, flats: Sequence[Flat], tiers: Tiers, units: Units
     ) -> None:
-        self.flats, self.tiers, self.units, self.together = flats, tiers, units, spec.together
-        self.masters = {
+        self.tiers, self.units, self.together = tiers, units, spec.together
+        masters = {
             k: self._master(flat)
             for k, flat in enumerate(flats)
             if flat.dtype in HALF or flat.moves.publish
         }
-        self.optimizer = ShardedOptimizer(spec, flats, self, self.masters)
-        self.runs = [Runs(self.optimizer, k) for k in range(len(flats))]
+        super().__init__(spec, flats, masters)
+        self.runs = [Runs(self, k) for k in range(len(flats))]
 
     def _master(self, flat: Flat) -> Tensor:
         """A copy of the shard on the tier of its optimizer state, with 32 bits or more."""
@@ -68,7 +67,7 @@ class MemoryStates(States):
             return copied
         return self.tiers.empty(copied.numel(), torch.float32).copy_(copied)
 
-    def later(self, chosen: Sequence[int], factor: Factor) -> Callable[[], None]:
+    def begin_update(self, chosen: Sequence[int], factor: Factor) -> Callable[[], None]:
         scale, skips = factor if isinstance(factor, OnDevice) else (factor, None)
         gradients = {k: self._gradient(k, scale) for k in chosen}
         return partial(self._update, gradients, scale, skips)
@@ -85,7 +84,7 @@ class MemoryStates(States):
         self, gradients: Mapping[int, Gradient], scale: Tensor | float, skips: Tensor | None
     ) -> None:
         """Update flat groups in one call; 16-bit ones one by one, for their fp32 gradients."""
-        options = vars(self.optimizer.torch)
+        options = vars(self.torch)
         options["found_inf"] = skips  # which torch's fused kernels read
         half = [k for k in gradients if self.flats[k].dtype in HALF]
         plain = [k for k in gradients if k not in self.masters]
@@ -94,7 +93,7 @@ class MemoryStates(States):
         for part in filter(None, parts):
             members = [pair for k in part for pair in self._attach(k, gradients[k], scale)]
             with self._whole(part, scale):
-                self.optimizer.step_members(members)
+                self.step_members(members)
             for k in part:
                 self._end_step(k)
         options["found_inf"] = None
@@ -113,16 +112,16 @@ class MemoryStates(States):
         """Inside, the tensors that this rank owns are whole; at the end all ranks get theirs."""
         weights = {k: self.masters.get(k, self.flats[k].shard) for k in part}
         with torch.no_grad():
-            self.optimizer.owners.collect(weights, scale, update=update)
+            self.owners.collect(weights, scale, update=update)
         yield
         with torch.no_grad():
-            self.optimizer.owners.give(weights)
+            self.owners.give(weights)
 
     @torch.no_grad()
     def switch(self, mode: str) -> None:
         self.units.to_sharded()
         with self._whole(range(len(self.flats)), 1.0, update=False):
-            getattr(self.optimizer.torch, mode)()
+            getattr(self.torch, mode)()
         self.loaded()
         self.units.begin_unshard()
 
@@ -138,9 +137,9 @@ class MemoryStates(States):
             self.tiers.own(value)
 
     @torch.no_grad()
-    def publish(self, chosen: Sequence[int]) -> None:
+    def publish(self, flats: Sequence[Flat]) -> None:
         """Copy the masters that are in host memory to weights on the device."""
-        for k in chosen:
+        for k in self._chosen(flats):
             flat = self.flats[k]
             if tier := flat.moves.publish:
                 source = self.masters[k]
@@ -162,12 +161,12 @@ class MemoryStates(States):
         for k, runs in enumerate(self.runs):
             self._own(k, runs.loaded())
             self._end_step(k)
-        self.publish(list(self.masters))
+        self.publish([self.flats[k] for k in self.masters])
 
     @torch.no_grad()
     def room(self, k: int, index: int, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        target = self.optimizer.targets[k][index]
-        group = self.optimizer.param_groups[self.optimizer.group_of[id(target)]]
+        target = self.targets[k][index]
+        group = self.param_groups[self.group_of[id(target)]]
         made = torch.zeros(tuple(size), dtype=dtype, device=device_of(key, target, group))
         return self.tiers.own(made) if self.flats[k].moves.offload else made
 

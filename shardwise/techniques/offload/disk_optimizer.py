@@ -39,7 +39,7 @@ from shardwise.core.chunks import chunk_numel, reserved_bytes
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.optimizer.norm import counts, squares
-from shardwise.engine.optimizer.optimizer import Owned, ShardedOptimizer, States
+from shardwise.engine.optimizer.optimizer import Factor, Owned, ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.options import Training
 from shardwise.engine.precision import DTYPES
@@ -74,15 +74,18 @@ def read_ahead(disk: Disk, jobs: Sequence[ChunkRead]) -> Iterator[tuple[ChunkRea
         yield job, buffers
 
 
-class DiskStates(States):
-    """The states of trained flat parameters `flats`, in the file of `disk`."""
+class DiskOptimizer(ShardedOptimizer):
+    """Masters and states of `flats` are in the file of `disk`, as are their gradients.
+
+    No class that has modes (`eval`, `train`) is updated on a disk (elementwise.py).
+    """
 
     scales_in_place = False  # but in buffers
 
     def __init__(
         self, spec: OptimizerSpec, flats: Sequence[Flat], tiers: Tiers, disk: Disk
     ) -> None:
-        self.flats, self.tiers, self.disk = flats, tiers, disk
+        self.tiers, self.disk = tiers, disk
         keys = _streamed_keys(first_states(spec))
         dtypes = [_wide(flat.dtype) for flat in flats]
         if flats and not disk.buffers:
@@ -90,19 +93,19 @@ class DiskStates(States):
         self.gradients = [self._allocate("gradient", flat, flat.dtype) for flat in flats]
         pairs = list(zip(flats, dtypes, strict=True))
         self.weights = [tiers.extent(flat.shard) for flat in flats]
-        self.masters = [
+        self.wholes = [
             weight if weight and weight.dtype == dtype else self._allocate("master", flat, dtype)
             for weight, (flat, dtype) in zip(self.weights, pairs, strict=True)
         ]
-        self.states = [{key: self._allocate(key, flat, d) for key in keys} for flat, d in pairs]
+        self.streamed = [{key: self._allocate(key, flat, d) for key in keys} for flat, d in pairs]
         self.seen: dict[int, Tensor] = {}  # squares of gradients of this step that left the device
         self.mapped = False  # whether pages of the maps may be in memory
         for k, flat in enumerate(flats):
             flat.grads.host_grad = self.gradients[k].tensor
-            self._store(flat, self.masters[k], self.weights[k])
+            self._store(flat, self.wholes[k], self.weights[k])
         self.wide = disk.acquire() if flats else None  # gradients of 16 bits, in 32
-        masters = {k: master.tensor for k, master in enumerate(self.masters)}
-        self.optimizer = ShardedOptimizer(spec, flats, self, masters)
+        masters = {k: master.tensor for k, master in enumerate(self.wholes)}
+        super().__init__(spec, flats, masters)
 
     def _allocate(self, key: str, flat: Flat, dtype: torch.dtype) -> Extent:
         extent = self.disk.allocate(f"{key} of {flat.names[0]}", flat.shard.numel(), dtype)
@@ -128,25 +131,24 @@ class DiskStates(States):
             self.disk.begin_write(master, chunk, wide)
 
     def owns(self) -> Iterator[Owned]:
-        for flat, states in zip(self.flats, self.states, strict=True):
+        yield from super().owns()
+        for flat, states in zip(self.flats, self.streamed, strict=True):
             yield from (("optimizer", flat, extent.tensor) for extent in states.values())
         yield "buffers", None, self.disk.memory
 
     # --- the update ---------------------------------------------------------------------------
 
-    def switch(self, mode: str) -> None:
-        """No class that has modes is updated on a disk (elementwise.py)."""
-
-    def later(self, chosen: Sequence[int], factor: float) -> Callable[[], None]:
+    def begin_update(self, chosen: Sequence[int], factor: Factor) -> Callable[[], None]:
         return partial(self._update, chosen, factor)
 
     @torch.no_grad()
-    def _update(self, chosen: Sequence[int], factor: float) -> None:
+    def _update(self, chosen: Sequence[int], factor: Factor) -> None:
+        assert isinstance(factor, float), "an update on a disk waits for its factor"
         self._unmap()
         jobs = [
-            ChunkRead(k, chunk, (self.gradients[k], self.masters[k], *self.states[k].values()))
+            ChunkRead(k, chunk, (self.gradients[k], self.wholes[k], *self.streamed[k].values()))
             for k in chosen
-            for chunk in range(self.masters[k].chunks)
+            for chunk in range(self.wholes[k].chunks)
         ]
         fresh: dict[Tensor, State] = {}
         for job, buffers in read_ahead(self.disk, jobs):
@@ -162,8 +164,8 @@ class DiskStates(States):
         self, job: ChunkRead, buffers: Sequence[Buffer], factor: float, fresh: dict[Tensor, State]
     ) -> None:
         k, flat = job.key, self.flats[job.key]
-        targets, state_of = self.optimizer.targets[k], self.optimizer.state
-        first, last = self.masters[k].span(job.chunk)
+        targets, state_of = self.targets[k], self.state
+        first, last = self.wholes[k].span(job.chunk)
         gradient, master, *states = (
             buffer.tensor(extent.dtype, last - first)
             for extent, buffer in zip(job.extents, buffers, strict=True)
@@ -173,7 +175,7 @@ class DiskStates(States):
             gradient = self.wide.tensor(master.dtype, last - first).copy_(gradient)
         if factor != 1.0:
             gradient.mul_(factor)
-        named = dict(zip(self.states[k], states, strict=True))
+        named = dict(zip(self.streamed[k], states, strict=True))
         members: list[tuple[int, nn.Parameter, dict[str, Tensor]]] = []
         for i, low, high in self._inside(flat, first, last):
             piece = partial(_piece, low=low, high=high, dims=len(flat.shapes[i]))
@@ -187,8 +189,8 @@ class DiskStates(States):
                     for key, value in before.items()
                 }
             members.append((i, target, views))
-        groups = self.optimizer.group_of
-        self.optimizer.step_members((groups[id(targets[i])], p) for i, p, _ in members)
+        groups = self.group_of
+        self.step_members((groups[id(targets[i])], p) for i, p, _ in members)
         for i, target, views in members:
             after = state_of.pop(target, {})
             fresh[targets[i]] = self._new_state(k, i, after, views)
@@ -220,16 +222,16 @@ class DiskStates(States):
             if _streamed(value):
                 if value.data_ptr() != views[key].data_ptr():
                     views[key].copy_(value)
-                found[key] = self._view(k, i, self.states[k][key])
+                found[key] = self._view(k, i, self.streamed[k][key])
             else:
                 found[key] = self._owned(value)
         return found
 
     def _set_state(self, target: Tensor, state: State) -> None:
         """Take a parameter's new state; its tensors stay the same objects."""
-        before = self.optimizer.state.get(target)
+        before = self.state.get(target)
         if not before:
-            self.optimizer.state[target] = state
+            self.state[target] = state
             return
         for key, value in state.items():
             if not isinstance(value, Tensor):
@@ -242,7 +244,7 @@ class DiskStates(States):
 
     def _publish_chunk(self, job: ChunkRead, narrow: Buffer, master: Buffer) -> None:
         """Copy a chunk of the master to where the weight rests, and release `narrow`."""
-        flat, extent, weight = self.flats[job.key], self.masters[job.key], self.weights[job.key]
+        flat, extent, weight = self.flats[job.key], self.wholes[job.key], self.weights[job.key]
         first, last = extent.span(job.chunk)
         source = master.tensor(extent.dtype, last - first)
         if flat.dtype != extent.dtype:
@@ -258,7 +260,7 @@ class DiskStates(States):
 
     def room(self, k: int, index: int, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for a state that is loaded: in the file, or on the host if it has no dims."""
-        extent = self.states[k].get(key)
+        extent = self.streamed[k].get(key)
         if extent is not None and len(size) and extent.dtype == dtype:
             return self._view(k, index, extent)
         return self._owned(torch.zeros(tuple(size), dtype=dtype, device="cpu"))
@@ -276,7 +278,7 @@ class DiskStates(States):
         """After the maps were written: copy the masters to the weights."""
         self.disk.sync()
         self.disk.drop()
-        for k, (master, weight) in enumerate(zip(self.masters, self.weights, strict=True)):
+        for k, (master, weight) in enumerate(zip(self.wholes, self.weights, strict=True)):
             for chunk in range(0 if weight is master else master.chunks):
                 narrow, buffer = self.disk.acquire(), self.disk.acquire()
                 self.disk.begin_read(master, chunk, buffer).result()
