@@ -92,6 +92,18 @@ class Wide(nn.Module):
         return self.last(self.blocks(self.first(x)))
 
 
+class Kinks(nn.Module):
+    """Layers between which the model's own forward clips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = self.layers
+        return third(second(first(x).relu()).relu())
+
+
 class Fused(nn.Module):
     """Two products in one, whose halves are multiplied."""
 
@@ -166,6 +178,7 @@ MODELS: dict[str, Callable[[], Trainable]] = {
     "layers": lambda: Trainable("layers", partial(layers, 1.0), error, vectors),
     "wide": lambda: Trainable("wide", lambda: settled(Wide()), error, vectors),
     "fused": lambda: Trainable("fused", fused, error, vectors),
+    "kinks": lambda: Trainable("kinks", lambda: settled(Kinks()), error, vectors),
     "moe": lambda: _moe("moe", "topk-renormalised", 1.25),
     "sigmoid": lambda: _moe("sigmoid", "sigmoid"),
     "every": lambda: _moe("every", "topk", experts=2),

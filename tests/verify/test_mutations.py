@@ -141,6 +141,7 @@ ONCE_REFUSED = (
     ("gpt", "cp2:ulysses pp2 recompute:every2 activations:host"),
     ("constant", "tp2 bf16"),
     ("spare", "pp2 1f1b:2"),
+    ("kinks", "pp2 1f1b:2 bf16"),
     ("moe", "dp2 ep2 offload:optim-delayed=0"),
 )
 

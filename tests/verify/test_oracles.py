@@ -52,6 +52,9 @@ def test_batches_are_ragged():
     assert torch.equal(even["targets"], again["targets"])
     ends = {255, 256, 511, 512, 767, 768, 1023}
     assert all(ends <= {*row.tolist()} for row in (*even["inputs"], *even["targets"]))
+    made = model.make_batch
+    labels = replace(model, make_batch=lambda *of: {k: x.fmod(5) for k, x in made(*of).items()})
+    assert int(ragged(labels, Plan.parse("tp2")).batch(ROWS, 2)["targets"].max()) < 5
     for other in (micro.find("layers"), replace(micro.find("gpt"), tokens=None)):
         assert ragged(other, Plan.parse("tp2")) is other
 

@@ -129,11 +129,14 @@ def _counts(
 
 
 def _ends(model: nn.Module, plan: Plan, most: int) -> list[int]:
-    """The first and the last word of each tensor rank's part of the vocabulary, but word 0."""
+    """The first and the last word of each tensor rank's part of the vocabulary, but word 0.
+
+    None if the targets are no words of it, but labels of tokens.
+    """
     ranks = plan.tensor_degrees[-1]
     sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     vocabulary = min((size for size in sizes if size > most), default=0)
-    if ranks == 1 or not vocabulary:
+    if ranks == 1 or not 0 < 3 * vocabulary <= 4 * most:
         return []
     parts = even(0, vocabulary, ranks).ranges
     return [word for ((first, last),) in parts for word in (first, last - 1) if word > 0]

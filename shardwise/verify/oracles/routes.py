@@ -76,8 +76,8 @@ class Routes:
         """The oracles' next passes follow the choices of all ranks. Called by all of them."""
         if not self.on:
             return
-        tensor_rank = engine.plan.coordinate(engine.world.rank).get("tp", 0)
-        own = engine.sharded.place, tensor_rank, self.sight.seen
+        at = engine.plan.coordinate(engine.world.rank)
+        own = engine.sharded.place, at.get("tp", 0), at.get("pp", 0), self.sight.seen
         every = gather_object(own, self.everyone, self.device)
         self.sight.seen = {}
         for mixtures, follower in zip(self.mixtures, self.followers, strict=True):

@@ -163,16 +163,20 @@ class Sight:
 
 
 def joined(
-    every: Sequence[tuple[int, int, Seen]], rows: Sequence[Counts], plan: Plan, each: Each
+    every: Sequence[tuple[int, int, int, Seen]], rows: Sequence[Counts], plan: Plan, each: Each
 ) -> Seen:
     """The choices of all ranks, for an oracle's passes. `every` has the place of each rank on the
-    data axes, of which `cp` is the last, and its tensor rank; `rows` are those of each microbatch
-    on each data rank.
+    data axes, of which `cp` is the last, its tensor rank and its stage; `rows` are those of each
+    microbatch on each data rank. What several stages call, as the root, is left out: each numbers
+    the choices of its part alone.
     """
     by_key: dict[Key, dict[int, dict[int, list[Tensor]]]] = defaultdict(lambda: defaultdict(dict))
-    for place, tensor_rank, seen in every:
+    stages: dict[str, set[int]] = defaultdict(set, {"": set(range(plan.mesh.size_of("pp")))})
+    for place, tensor_rank, stage, seen in every:
         for key, choices in seen.items():
             by_key[key][place][tensor_rank] = choices
+            stages[key[0]].add(stage)
+    by_key = {key: of for key, of in by_key.items() if len(stages[key[0]]) == 1}
     return {
         key: _passes({place: _columns(own) for place, own in of.items()}, rows, plan, each)
         for key, of in by_key.items()
