@@ -39,7 +39,7 @@ FOREIGN = {
     "pipeline": 16,
     "recompute": 12,
     "layers": 9,
-    "offload": 6,
+    "offload": 5,
     "tile": 5,
     "context": 6,
     "replicas": 2,

@@ -2,7 +2,7 @@
 
 Its two classes have masters and states, and step, in the memory of the device or the host
 (memory_optimizer.py) or on a disk (disk_optimizer.py).  An Updater decides when and on which thread
-an update runs (techniques/offload/updater.py).
+an update runs (engine/optimizer/updating.py).
 
 A parameter that had no gradient on any rank is left alone, its step count too, exactly as one
 process would.

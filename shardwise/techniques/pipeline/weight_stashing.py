@@ -32,10 +32,10 @@ from shardwise.core.plan.plan import Plan
 from shardwise.core.schedule.schedule import COMPUTE_OPS, Schedule
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.optimizer import Factor, OnDevice, ShardedOptimizer
+from shardwise.engine.optimizer.updating import Updater
 from shardwise.engine.options import EngineOptions
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
-from shardwise.techniques.offload.updater import InPlace
 from shardwise.techniques.pipeline import stage_module
 from shardwise.techniques.pipeline.stage_module import Staging
 
@@ -86,7 +86,7 @@ def _torn(plan: Plan, name: str, stages: Sequence[int], schedule: Schedule) -> I
     )
 
 
-class Stale(InPlace):
+class Stale(Updater):
     """The versions of the parameters of this rank's stages, during one run of a schedule."""
 
     by_schedule = True

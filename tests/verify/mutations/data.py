@@ -13,7 +13,7 @@ from shardwise.engine.batch import filled
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.engine import Engine
 from shardwise.engine.one_stage import OneStage
-from shardwise.engine.optimizer import memory_optimizer
+from shardwise.engine.optimizer import memory_optimizer, updating
 from shardwise.engine.optimizer.memory_optimizer import MemoryOptimizer
 from shardwise.engine.optimizer.norm import LossScale, LossWeights
 from shardwise.engine.optimizer.optimizer import Factor, OnDevice, ShardedOptimizer
@@ -24,7 +24,6 @@ from shardwise.techniques.data.flat import flat_gradient, flat_parameter
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
 from shardwise.techniques.data.flat.flat_parameter import Flat, State
 from shardwise.techniques.data.rerun import Rerun
-from shardwise.techniques.offload import updater
 from tests.verify.mutations.mutation import (
     Act,
     Change,
@@ -170,7 +169,7 @@ def the_last_units_not_updated(real, updates: Updates, units: Any, least_bytes: 
     """Without clipping units are updated as they arrive: those left at the end are forgotten."""
     enough = 0 if math.isinf(least_bytes) else updates.early_bytes or 0
     for part in real(updates, units, least_bytes):
-        if updater.size_bytes(part) >= enough:
+        if updating.size_bytes(part) >= enough:
             yield part
 
 

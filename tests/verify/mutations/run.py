@@ -15,15 +15,15 @@ from shardwise.core.layouts.layout import R
 from shardwise.core.reduce_order import Act as UnitAct
 from shardwise.core.unit_order import UnitOrder
 from shardwise.engine.engine import Engine
+from shardwise.engine.optimizer import updating
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
-from shardwise.engine.optimizer.updating import Updates
+from shardwise.engine.optimizer.updating import NextStep, Updates
 from shardwise.techniques.data.flat import flat_parameter
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
 from shardwise.techniques.expert.apply import ExpertLayout
-from shardwise.techniques.offload import disk_optimizer, updater
+from shardwise.techniques.offload import disk_optimizer
 from shardwise.techniques.offload.disk_optimizer import DiskOptimizer
-from shardwise.techniques.offload.updater import NextStep
 from shardwise.techniques.offload.word import Offload
 from shardwise.techniques.recompute.kept import Generators
 from tests.verify.mutations.mutation import (
@@ -116,7 +116,7 @@ ROWS |= {
     "the first delay late after 40 steps [dp2 zero1 offload:optim-delayed] memory": late,
     f"a delayed update without buffers of its own [{DELAYED}]": drop(FlatGradient, "swap"),
     "the last of several parts lost [dp2 zero1 offload:optim]": result(
-        updater, "pieces", lambda found, *_: (x := [*found])[: max(1, len(x) - 1)]
+        updating, "pieces", lambda found, *_: (x := [*found])[: max(1, len(x) - 1)]
     ),
     "evaluated before the update [dp2 offload:optim-delayed=0] late evaluation": beside(
         Engine, "_made", flush=nothing
