@@ -1,8 +1,7 @@
 """The suite `save`: what an asynchronous save every 50 steps adds to the time of a step.
 
 A round has 50 steps without a save and 50 steps that begin with one, in an order that alternates.
-Each rank has 512 rows a step, and a thread unless OMP_NUM_THREADS is set. The files are written
-to a temporary folder.
+The files are written to a temporary folder.
 """
 
 import statistics

@@ -4,8 +4,7 @@
 
 A step is in use of the disk while some request of a rank is under way (comm/tiers/disk_use.py). Its
 rates are those of that time; its share is that rate over the mean of what the disk gave before and
-after the step, for reads over reads alone, for writes over writes alone, for both over both at
-once. The rate of the whole step counts also the time in which the step asks nothing of the disk.
+after the step. The rate of the whole step counts also the time in which it asks nothing.
 """
 
 import statistics

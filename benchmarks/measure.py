@@ -5,9 +5,8 @@
     warm up A, warm up B, ...
     A B C   B C A   C A B   ...               the rounds, each turn between two barriers
 
-A turn's time is from the barrier before it to the barrier after it, including the wait for
-communication that its last step left in flight; bytes sent even later are reported. A contender
-that fails is dropped, with a note.
+A turn's time includes the wait for communication that its last step left in flight; bytes sent even
+later are reported. A contender that fails is dropped, with a note.
 """
 
 import copy
@@ -66,7 +65,6 @@ class Runner:
     steps: int = 0
 
     def advance(self, steps: int) -> None:
-        """Run `steps` training steps."""
         assert self.loop is not None
         for _ in range(steps):
             self.record.loss = self.loop.step(self.batches[self.steps % len(self.batches)])

@@ -10,9 +10,8 @@ one of these is running:
     FSDP2   a function of _fsdp_collectives.py: flat tensors for all-gather and reduce-scatter
 
 A storage that no operation created (memory shared with another process) is not counted, nor are
-internal allocations of gloo or NCCL. The counters of an interface are the kernel's (/proc/net/dev);
-they check every other count, Shardwise's own ledger included, and have packet headers too, about a
-thousandth of a large message, and the traffic of every program in the network namespace.
+internal allocations of gloo or NCCL. The counters of an interface (/proc/net/dev) have packet
+headers too, and the traffic of every program in the network namespace.
 """
 
 import sys
@@ -62,10 +61,7 @@ def live_bytes(storages: dict[int, StorageWeakRef]) -> int:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Live bytes of the storages created while the mode was on, and their peak.
-
-    Without tensors of which `on_host` is true.
-    """
+    """Live bytes, and their peak, of storages created in the mode, unless `on_host` is true."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +80,6 @@ class LiveBytes(TorchDispatchMode):
         return made
 
     def watch(self, tensors: Any) -> None:
-        """Count the storages of all tensors in a pytree from now on."""
         for leaf in pytree.tree_leaves(tensors):
             for tensor in plain(leaf):
                 if tensor.is_meta or self.on_host(tensor):
@@ -93,14 +88,13 @@ class LiveBytes(TorchDispatchMode):
                 self.storages.setdefault(storage._cdata, StorageWeakRef(storage))
 
     def leave_out_host(self) -> None:
-        """Forget the storages that are in host memory, which were seen before that was known."""
+        """Forget storages in host memory that were seen before that was known."""
         for key, weak in list(self.storages.items()):
             storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
             if storage is not None and self.on_host(_of(storage)):
                 del self.storages[key]
 
     def bytes(self) -> int:
-        """The bytes that are live now."""
         return live_bytes(self.storages)
 
 

@@ -3,11 +3,9 @@
     A   the model, loss and AdamW in a plain PyTorch loop
     B   a row of the states table on a world of one: the same arithmetic, with all hooks
 
-A and B take turns. With one rank every row keeps everything (2 + 2 + 12 bytes per parameter in
-bf16, 16 in fp32), so the measured states can be compared with the formula.
+A and B take turns. With one rank every row keeps everything: 16 bytes for each parameter.
 
-On a GPU the time is that of a step; the suite `host` measures the processor's time for a model of
-many small layers on the CPU, of which the host's part of a step is large.
+On a GPU the time is that of a step, in the suite `host` the processor's, for many small layers.
 """
 
 import copy
