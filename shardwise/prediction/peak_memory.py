@@ -68,19 +68,6 @@ def device_peak_bytes(found: "Prediction") -> int:
     return lasting + max(moments, default=found.activations)
 
 
-def gathered_most_bytes(found: "Prediction") -> dict[str, int]:
-    """The most bytes that are gathered while each unit is used, forward or backward, by its name.
-    Under "" the most at any moment.  Not for pipelines, nor for units inside of recomputed modules,
-    which a recomputation gathers all at once.
-    """
-    every, names = by_unit(found.plan, found.model), [unit.name for unit in found.model.units]
-    acts, sizes = _acts(found, every), [gathered_bytes(unit) for unit in every]
-    most = most_by_unit(acts, lambda: sum(sizes[n] for n in acts.gathered))
-    for _ in range(2):  # the first learns the order of units
-        acts.microbatch(found.spec)
-    return {names[n]: size for n, size in most.items()} | {"": max(most.values(), default=0)}
-
-
 def _acts(found: "Prediction", every: Sequence[Sequence[Group]]) -> UnitActs:
     return UnitActs(order_on(found.plan, every, found.spec.modules, found.rank))
 

@@ -4,6 +4,7 @@ import re
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,6 +112,12 @@ def times(factor: Any) -> Any:
     return lambda model, batch: factor.p * loss(model, batch)
 
 
+def with_attributes(**own: Any) -> nn.Module:
+    model = Small()
+    vars(model).update(own)
+    return model
+
+
 #: What differs, and a call in which it does by the rank.
 GIVEN = [
     ("model", lambda w: engine_with(w, depth=1 + w.rank)),
@@ -122,10 +129,13 @@ GIVEN = [
     ("option loss", lambda w: engine_with(w, "dp2", loss=[loss, twice][w.rank])),
     ("option loss", lambda w: engine_with(w, "dp2", loss=times(1.0 + w.rank))),
     ("option loss", lambda w: engine_with(w, "dp2", loss=times(nn.Dropout(w.rank / 4)))),
+    ("option loss", lambda w: engine_with(w, "dp2", loss=times(nn.HuberLoss(delta=1.0 + w.rank)))),
     ("option tokens", lambda w: engine_with(w, "dp2", tokens=[None, len][w.rank])),
     ("module", lambda w: sw.DDP(nn.Sequential(Small(), nn.Dropout(0.5 + 0.1 * w.rank)), w)),
     ("module", lambda w: sw.DDP(Small().train(w.rank == 0), w)),
     ("module", lambda w: sw.FSDP(Small(1 + w.rank), world=w)),
+    ("module", lambda w: sw.FSDP(with_attributes(forward=[loss, twice][w.rank]), world=w)),
+    ("module", lambda w: sw.DDP(with_attributes(config=SimpleNamespace(scale=1.0 * w.rank)), w)),
     ("module", lambda w: sw.Pipe(Small(2 + w.rank), 2, ["blocks.1"], world=w)),
     ("argument folder of sw.save", lambda w: saved(w, f"folder{w.rank}")),
     ("argument extra of sw.save", lambda w: saved(w, extra={"at": w.rank})),
@@ -181,6 +191,9 @@ def test_batches_are_compared_by_what_can_be():
     changed = ids.clone()
     changed[7, 8] += 1
     assert not same(sums(ids), sums(changed))
+    assert not same(sums([ids, 1.0]), sums([ids, 2.0]))
+    hashed = partial(consistency.batch_hash, hashes=2**20, device=torch.device("cpu"), floats=True)
+    assert hashed(ids) != hashed(ids.flip(0))
 
 
 def differ(rank: int) -> dict[str, Tensor]:

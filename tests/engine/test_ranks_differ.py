@@ -1,6 +1,7 @@
 """Ranks that differ: in options, weights or states, in what they do, in that they raise."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,9 +26,16 @@ from tests.pool import run_gloo, run_threads
 CHANGED = 3  # the step, counted from 0, before which the last rank changes something
 
 
+class Scaled(nn.Sequential):
+    """Layers, and a factor that a program may pass."""
+
+    def forward(self, x: Tensor, factor: float | None = None) -> Tensor:
+        return super().forward(x if factor is None else factor * x)
+
+
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return Scaled(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
 def rows(step: int, rank: int) -> Tensor:
@@ -339,15 +347,16 @@ def odd_rank_warns(world: World, what: str, said: str) -> None:
             for p in [*wrapped.parameters()][: world.rank]:
                 p.mul_(2)
     elif what == "numbers":
-        vars(wrapped)["gain"] = float(world.rank)
+        vars(wrapped)["config"] = SimpleNamespace(gated=bool(world.rank))
     elif world.rank and what == "passes":
         with sw.no_sync(wrapped):
             loss(wrapped, rows(0, world.rank)).backward()
-    elif world.rank and what != "loss":
+    elif world.rank and what not in ("loss", "arguments"):
         layer = wrapped.get_submodule("1")
         owner = layer.weight if what == "register_hook" else layer
         getattr(owner, what)(triple)
-    value = (wrapped(rows(0, world.rank)) * 3).square().mean()
+    taken = [2.0] if what == "arguments" and world.rank else []
+    value = (wrapped(rows(0, world.rank), *taken) * 3).square().mean()
     with pytest.warns(UserWarning, match=said):
         (value * 2 if what == "loss" and world.rank else value).backward()
     loss(wrapped, rows(1, world.rank)).backward()
@@ -368,7 +377,11 @@ def odd_tensor_rank_warns(world: World, what: str, said: str) -> None:
         ("weights", r"on data rank 1 differ .* by rounding"),
         ("writes", "changes of parameters since the step before on data rank 1: 1; on"),
         ("passes", "the backward passes of the step on data rank 1: 2; on data rank 0: 1"),
-        ("numbers", r"numbers of the model on data rank 1: {'gain': 1.0}; on data rank 0: {'gain'"),
+        ("numbers", r"numbers of the model on data rank 1: {'config.gated': True}; on"),
+        (
+            "arguments",
+            r"numbers that forward passes take on data rank 1: \[2.0\]; on data rank 0: \[\]",
+        ),
         ("register_hook", r"hooks of 1.weight on data rank 1: \['backward_hook triple"),
         ("register_forward_hook", r"hooks of 1 on data rank 1: .* on data rank 0: 'none'"),
         ("loss", r"the last operations of the loss on data rank 1: \['MulBackward0 of MeanBack"),

@@ -93,15 +93,16 @@ class Wide(nn.Module):
 
 
 class Kinks(nn.Module):
-    """Layers between which the model's own forward clips."""
+    """Layers between which the model's own forward clips; it returns a parameter beside."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.log_variance = nn.Parameter(torch.zeros(1))
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         first, second, third = self.layers
-        return third(second(first(x).relu()).relu())
+        return third(second(first(x).relu()).relu()), self.log_variance
 
 
 class Fused(nn.Module):
@@ -143,6 +144,11 @@ def error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return functional.mse_loss(model(batch[0]), batch[1])
 
 
+def likelihood(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    out, log_variance = model(batch[0])
+    return (functional.mse_loss(out, batch[1]) / log_variance.exp() + log_variance).sum()
+
+
 def squared(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return sw.cross_entropy(model(batch["inputs"]), batch["targets"], z_loss=0.1)
 
@@ -178,7 +184,7 @@ MODELS: dict[str, Callable[[], Trainable]] = {
     "layers": lambda: Trainable("layers", partial(layers, 1.0), error, vectors),
     "wide": lambda: Trainable("wide", lambda: settled(Wide()), error, vectors),
     "fused": lambda: Trainable("fused", fused, error, vectors),
-    "kinks": lambda: Trainable("kinks", lambda: settled(Kinks()), error, vectors),
+    "kinks": lambda: Trainable("kinks", lambda: settled(Kinks()), likelihood, vectors),
     "moe": lambda: _moe("moe", "topk-renormalised", 1.25),
     "sigmoid": lambda: _moe("sigmoid", "sigmoid"),
     "every": lambda: _moe("every", "topk", experts=2),

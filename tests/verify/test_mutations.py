@@ -142,6 +142,7 @@ ONCE_REFUSED = (
     ("constant", "tp2 bf16"),
     ("spare", "pp2 1f1b:2"),
     ("kinks", "pp2 1f1b:2 bf16"),
+    ("kinks", "dp2 zero3"),
     ("moe", "dp2 ep2 offload:optim-delayed=0"),
 )
 

@@ -45,8 +45,9 @@ from shardwise.core.tools.arguments import rank_names
 from shardwise.core.tools.tree import leaves
 from shardwise.engine.optimizer.norm import squared_norm
 from shardwise.techniques.data.checksum import (
-    INTEGERS,
     batch_checksum,
+    beside_tensors,
+    bits_sum,
     floats_of,
     share_numbers,
     text_hash,
@@ -127,7 +128,9 @@ def model_signature(model: nn.Module) -> list[Any]:
         mode = "training" if module.training else "evaluation"
         own = module.extra_repr() if of_torch else floats_of(module)
         found.append((name, type(module).__qualname__, own, mode))
-    return found
+    own = (m for m in model.modules() if not type(m).__module__.startswith("torch."))
+    forwards = dict.fromkeys(getattr(m.forward, "__func__", m.forward) for m in own)
+    return [*found, *map(_function_text, forwards)]
 
 
 def _text_of(part: object) -> str:
@@ -156,10 +159,10 @@ def _function_text(function: Any) -> str:
     return f"the function {name} (code {text_hash(_code_text(code)):014x}){floats or ''}"
 
 
-def _numbers_of(function: Any) -> dict[str, int]:
-    """The other numbers that a function reads, except a rank's."""
-    read = _read_by(function).items()
-    return {n: x for n, x in read if type(x) in (int, bool) and "rank" not in n.lower()}
+def _numbers_of(function: Any) -> dict[str, int | str]:
+    """The other numbers that a function reads, except a rank's, and short texts ("sum")."""
+    read = ((n, x) for n, x in _read_by(function).items() if "rank" not in n.lower())
+    return {n: x for n, x in read if type(x) in (int, bool) or (type(x) is str and x.isalpha())}
 
 
 def _read_by(function: Any) -> dict[str, Any]:
@@ -168,7 +171,7 @@ def _read_by(function: Any) -> dict[str, Any]:
         bound = {f"argument {n}": x for n, x in enumerate(function.args)}
         return {**_read_by(function.func), **bound, **function.keywords}
     if not isinstance(function, FunctionType):
-        return {**getattr(function, "__dict__", {})}
+        return _with_modules({**getattr(function, "__dict__", {})})
     names = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
     steps = [*dis.get_instructions(function)]
     known = [step.argval for step in steps if step.opname == "LOAD_GLOBAL"]
@@ -180,7 +183,13 @@ def _read_by(function: Any) -> dict[str, Any]:
         table = getattr(read.get(str(owner.argval)), "__dict__", {})
         if step.opname == "LOAD_ATTR" and step.argval in table:
             read[f"{owner.argval}.{step.argval}"] = table[step.argval]
-    return read
+    return _with_modules(read)
+
+
+def _with_modules(read: dict[str, Any]) -> dict[str, Any]:
+    """And the attributes of losses of torch's kind."""
+    modules = {name: x for name, x in read.items() if isinstance(x, nn.modules.loss._Loss)}
+    return read | {f"{n}.{key}": x for n, m in modules.items() for key, x in vars(m).items()}
 
 
 def _code_text(code: Any) -> str:
@@ -349,16 +358,14 @@ def _close(values: Tensor, size: Tensor, close: float) -> bool:
 
 def batch_hash(batch: Any, hashes: int, device: torch.device, *, floats: bool) -> Tensor:
     """A whole number below `hashes` of the shapes and bits of a batch; a few kernels a tensor."""
-    found = torch.zeros((), dtype=torch.int64, device=device)
+    found = torch.zeros((), dtype=torch.int64, device=device) + beside_tensors(batch)
     tensors = leaves(batch, Tensor, objects=True)
     for x in (x for x in tensors if type(x) is Tensor and x.layout == torch.strided):
         kind = text_hash(f"{x.shape} {x.dtype}")
         found = found + kind
         with suppress(RuntimeError):  # quantised tensors
             if floats or not (x.is_floating_point() or x.is_complex()):
-                bits = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-                bits = bits.detach().view(INTEGERS[bits.element_size()])
-                found = found + (bits.sum(dtype=torch.int64) * (2 * kind + 1)).to(device)
+                found = found + (bits_sum(x) * (2 * kind + 1)).to(device)
     return found.remainder(hashes).double()
 
 

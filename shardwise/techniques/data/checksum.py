@@ -14,6 +14,7 @@ Differences between ranks that may be intended (`Doubts`); each kind is warned a
 
     passes     backward passes of a loop's step, whose gradients are summed at once
     writes     of the program to parameters, optimizer states and gradients, between steps
+    arguments  floats that a loop's forward takes beside tensors, as a temperature
     graph      the operations of a loop's loss: that of the backward pass that runs, whose call is
                on the stack of this thread, or of the one that waits for it
     hooks      of the program on modules and parameters
@@ -90,10 +91,16 @@ def versions(states: Iterable[Mapping[Any, Any]]) -> int:
     return sum(id(x) + x._version for x in every if isinstance(x, Tensor))
 
 
+def beside_tensors(batch: Any) -> int:
+    """A hash of the numbers in a batch; 0 without any."""
+    found = sorted(map(repr, leaves(batch, NUMBERS)))
+    return text_hash(repr(found)) if found else 0
+
+
 def batch_checksum(batch: Any, device: torch.device) -> Tensor:
     """Three numbers: an exact checksum of shapes and integers, then a sum and a norm of floats."""
-    exact = torch.zeros((), dtype=torch.int64, device=device)
-    sums, sizes = [exact.double()], [exact.double()]
+    exact = torch.zeros((), dtype=torch.int64, device=device) + beside_tensors(batch)
+    sums, sizes = [exact.new_zeros(()).double()], [exact.new_zeros(()).double()]
     tensors = leaves(batch, Tensor, objects=True)
     for x in (x for x in tensors if type(x) is Tensor and x.layout == torch.strided):
         exact = exact + text_hash(f"{x.shape}")
@@ -259,9 +266,14 @@ def _text(values: Values | None) -> str:
 # --- doubts -------------------------------------------------------------------------------------
 
 Options = dict[str, Any]
+NUMBERS: Final = int, float, bool
+#: Names of attributes that may differ between ranks, or that others compare; and those of settings.
+_OF_A_RANK: Final = "rank", "dynamo", "training"
+_SETTINGS: Final = {"config", "cfg", "args", "hparams", "params", "options"}
 KINDS: Final = {
     "passes": "If the loss of each pass is divided by their number, this is no mistake.",
     "writes": "If each rank writes to what it alone holds, this is no mistake.",
+    "arguments": "If the batch decides them, this is no mistake.",
     "graph": "If the batch decides which operations a rank computes, this is no mistake.",
     "hooks": "A hook that only reads may stay.",
     "numbers": "A number that a module only records may stay.",
@@ -277,6 +289,7 @@ class Doubts:
         self.passes = self.gradient_writes = 0
         self.state_writes = False
         self.graph: Options = {}
+        self.arguments: list[float] = []  # of the forward passes, beside tensors
         self.version: int | None = None  # of all parameters, in the step before
         self.warned = set[str]()  # of these kinds, which are compared no more
 
@@ -293,11 +306,13 @@ class Doubts:
                 "changes of gradients before the optimizer's step": self.gradient_writes,
             }
         found["graph"] = self.graph
+        found["arguments"] = {"the numbers that forward passes take": self.arguments}
         for name, owner in (*self.modules.items(), *self.params) if all_kinds else ():
             numbers = _values_of(owner) if isinstance(owner, nn.Module) else {}
             for kind, own in ("hooks", program_hooks(owner)), ("numbers", numbers):
                 found[kind] |= {f"{kind} of {name or 'the model'}": own} if own else {}
         self.version, self.gradient_writes, self.graph = now, 0, {}
+        self.arguments = []
         return {kind: own for kind, own in found.items() if kind not in self.warned and own}
 
     def warn(self, kind: str, error: Exception) -> None:
@@ -305,18 +320,34 @@ class Doubts:
         warnings.warn(f"{error} {KINDS[kind]}", stacklevel=2)
 
 
+def numbers_of_attributes(owner: object) -> Options:
+    """The numbers among the attributes of a module, and among those of its `config`, or `args`."""
+    own = {n: x for n, x in vars(owner).items() if not any(word in n for word in _OF_A_RANK)}
+    found = {name: x for name, x in own.items() if isinstance(x, NUMBERS)}
+    for name in own.keys() & _SETTINGS if isinstance(owner, nn.Module) else ():
+        if isinstance(getattr(own[name], "__dict__", None), dict):
+            values = numbers_of_attributes(own[name]).items()
+            found |= {f"{name}.{key}": x for key, x in values}
+    return found
+
+
 def floats_of(module: nn.Module) -> dict[str, float]:
     """The floats of a module by name: epsilon, the rate of a dropout, ..."""
-    return {name: x for name, x in vars(module).items() if type(x) is float}
+    return {name: x for name, x in numbers_of_attributes(module).items() if type(x) is float}
 
 
 def _values_of(module: nn.Module) -> Options:
     """Its numbers, but for those of a rank or of dynamo, and the names of functions it calls."""
-    own = vars(module).items()
-    every = {name: x for name, x in own if not ("rank" in name or "dynamo" in name)}
     functions = FunctionType, BuiltinFunctionType
-    named = {name: x.__qualname__ for name, x in every.items() if isinstance(x, functions)}
-    return named | {name: x for name, x in every.items() if type(x) in (int, float)}
+    named = {name: x.__qualname__ for name, x in vars(module).items() if isinstance(x, functions)}
+    return named | numbers_of_attributes(module)
+
+
+#: The numbers of operations that no shape decides.
+_SAVED_NUMBERS: Final = (
+    *("reduction", "ignore_index", "beta", "delta", "alpha", "exponent", "p", "other", "min"),
+    *("max", "negative_slope", "is_causal", "eps"),
+)
 
 
 def operations_of_pass() -> Options:
@@ -354,9 +385,11 @@ def _kind(node: Any) -> str:
     """
     if any(word in node.name() for word in ("View", "Clone")):
         return ""
-    names = "reduction", "ignore_index", "beta", "delta", "alpha", "exponent", "p"
-    numbers = [(name, getattr(node, f"_saved_{name}", None)) for name in names]
-    known = [f"{name}={value}" for name, value in numbers if type(value) in (int, float)]
+    known = list[str]()
+    for name in _SAVED_NUMBERS:
+        with suppress(AttributeError, RuntimeError):  # a tensor, which the pass has freed
+            value = getattr(node, f"_saved_{name}")
+            known += [f"{name}={value}"] if isinstance(value, NUMBERS) else []
     return " ".join((node.name(), *known))
 
 

@@ -23,6 +23,7 @@ from shardwise.comm.tiers.host_memory import HostNumbers, doubles_on
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
+from shardwise.core.tools.tree import leaves
 from shardwise.techniques.data.buffers import Buffers
 from shardwise.techniques.data.checksum import operations_of_pass, share_numbers
 from shardwise.techniques.data.flat.flat_parameter import Flat
@@ -128,6 +129,7 @@ class Consensus:
     def see_inputs(self, inputs: Any) -> None:
         """A forward pass of a loop begins; ranks compare the inputs of the first one."""
         self.same.note_autocast()
+        self.same.doubts.arguments += leaves(inputs, float)
         if not self.passes and self.ranks > 1:
             self.share = share_numbers(inputs, self.device)
         self.passes += 1

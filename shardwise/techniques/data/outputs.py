@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import bad
-from shardwise.core.tools.tree import PLAIN, parts
+from shardwise.core.tools.tree import PLAIN, mapped, parts
 from shardwise.techniques.data.flat.flat_parameter import Flat
 
 #: Types without tensors.
@@ -59,6 +59,20 @@ class Output:
             for part in inside or ():
                 self._look(part)
 
+    def shares(self, flats: Iterable[Flat]) -> bool:
+        """Whether one of its tensors is a part of full parameters."""
+        known = {flat.full.untyped_storage()._cdata for flat in flats}
+        with torch._C.DisableTorchFunctionSubclass():
+            dense = [x for x in self.tensors if x.layout is torch.strided]
+            return any(x.untyped_storage()._cdata in known for x in dense)
+
+    @staticmethod
+    def copied(out: Any, flats: Sequence[Flat]) -> Any:
+        """An output with copies of the tensors in it that are parts of full parameters."""
+        if not flats:
+            return out
+        return mapped(lambda x: x.clone() if Output(x).shares(flats) else x, out, Tensor)
+
 
 def tensors_in(out: Any) -> Iterator[Tensor]:
     yield from Output(out).tensors
@@ -78,13 +92,6 @@ def watch(tensors: Iterable[Tensor], act: Callable[[], None]) -> bool:
             if x.requires_grad and not x.is_leaf:  # a leaf's hook would stay for every pass
                 x.register_hook(lambda _: act())
     return bool(graded)
-
-
-def shares_memory(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
-    known = {x.untyped_storage()._cdata for x in others}
-    with torch._C.DisableTorchFunctionSubclass():
-        dense = [x for x in tensors if x.layout is torch.strided]
-        return any(x.untyped_storage()._cdata in known for x in dense)
 
 
 # --- scaled gradients ---------------------------------------------------------------------------

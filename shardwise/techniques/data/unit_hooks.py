@@ -30,7 +30,7 @@ from shardwise.core.tools.structure import BY_ENGINE, BY_HAND, Structure, graph_
 from shardwise.core.unit_order import CallPlace
 from shardwise.techniques.data.consensus import Consensus
 from shardwise.techniques.data.flat.flat_parameter import Flat
-from shardwise.techniques.data.outputs import Output, scaling_of, shares_memory, tensors_in, watch
+from shardwise.techniques.data.outputs import Output, scaling_of, tensors_in, watch
 from shardwise.techniques.data.units import (
     GradientHooks,
     Pace,
@@ -279,30 +279,30 @@ class Data:
         ends = module is unit.modules[-1]
         self._do(self.order.returned(unit.number, ends=ends, recorded=recording, graded=graded))
 
-    def _after_root(self, module: nn.Module, args: Any, out: Any) -> None:
+    def _after_root(self, module: nn.Module, args: Any, out: Any) -> Any:
         self.in_root = False
         if self.order.in_backward:
-            return
+            return None
         if torch.is_grad_enabled():
             self.computes_loss = watch(tensors_in(out), self._begin_backward)
             self.on_grads.expect(self.trained, self._begin_backward)
-            return
+            return None
         self.consensus.check(all_ranks=False)
+        kept = (unit for unit in self.units.order if unit.state.unwatched)
+        out = Output.copied(out, [group for unit in kept for group in unit.groups])
         self.end_evaluation()
         if self.pace.by_hand:
             self.units.to_sharded(between_passes=False)
+        return out
 
     def _watch(self, unit: Unit, out: Output) -> bool | None:
         """Gather the unit when a gradient of its output arrives; returns whether one will.
 
-        None if that cannot be seen, or the output is a part of the unit's weights, which other
-        modules use.
+        None if that cannot be seen, or the output is a part of weights, which others use.
         """
-        graded = False
-        if torch.is_grad_enabled():
-            act = partial(self._before_backward, unit, self.order.place)
-            graded = watch(out.tensors, act)
-        shares = shares_memory(out.tensors, (group.full for group in unit.groups))
+        act = partial(self._before_backward, unit, self.order.place)
+        graded = torch.is_grad_enabled() and watch(out.tensors, act)
+        shares = out.shares(unit.groups)
         return None if out.opaque or shares else graded
 
     # --- backward -----------------------------------------------------------------------------
