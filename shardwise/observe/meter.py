@@ -276,7 +276,10 @@ class Live(TorchDispatchMode):
     def unaccounted(self, engine: Engine) -> list[Stray]:
         """Live storages in no category of `engine`, largest first, except empty ones."""
         self.elsewhere = {k: weak for k, weak in self.elsewhere.items() if not weak.expired()}
-        accounted = {tensor.untyped_storage()._cdata for _, _, tensor in memory.owned(engine)}
+        # torch keeps what the program made a buffer a view of, as in one process
+        viewed = [b._base for b in engine.model.buffers() if b._base is not None]
+        own = *viewed, *(tensor for _, _, tensor in memory.owned(engine))
+        accounted = {tensor.untyped_storage()._cdata for tensor in own}
         found: list[Stray] = []
         for key, (weak, made_by) in list(self.made.items()):
             storage = UntypedStorage._new_with_weak_ptr(weak.cdata)

@@ -154,9 +154,9 @@ def squared(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def constant() -> nn.Module:
-    """The layers with a buffer that nothing reads."""
+    """The layers with a buffer that nothing reads, a view."""
     model = layers(1.0)
-    model.register_buffer("third", torch.tensor([1 / 3]))
+    model.register_buffer("third", torch.tensor([1 / 3]).view(1, 1))
     return model
 
 

@@ -140,6 +140,7 @@ ONCE_REFUSED = (
     ("gpt", "tp2 pp2 1f1b:4 recompute:full arenas"),
     ("gpt", "cp2:ulysses pp2 recompute:every2 activations:host"),
     ("constant", "tp2 bf16"),
+    ("constant", "tp2"),
     ("spare", "pp2 1f1b:2"),
     ("kinks", "pp2 1f1b:2 bf16"),
     ("kinks", "dp2 zero3"),
