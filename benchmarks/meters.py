@@ -80,6 +80,7 @@ class LiveBytes(TorchDispatchMode):
         return made
 
     def watch(self, tensors: Any) -> None:
+        """Count their storages from now on."""
         for leaf in pytree.tree_leaves(tensors):
             for tensor in plain(leaf):
                 if tensor.is_meta or self.on_host(tensor):
