@@ -2,11 +2,9 @@
 
 A test is core unless it is marked `full`: long, or of a fact that another test shows on fewer
 processes.  Of one with more than `CASES` parameter sets, core are those marked so by hand; else the
-first that is written, then the first of those that show the most values that none before has shown.
-The marker `cases(n)` sets their number; else it is one where a case takes long, as recorded
-(tests/durations.py).  Of a test marked `crossed`, whose cases are all
-combinations of several parameters, `make nightly` runs each value of each parameter once; the
-others are marked `combination`, and run with `pytest -m ""`.
+first, then those that show the most new values.  The marker `cases(n)` sets their number; else it
+is one where a case takes long (tests/durations.py).  Of a test marked `crossed`, `make nightly`
+runs each value of each parameter once; `pytest -m ""` runs the other combinations.
 
 Of the tests that are not core CI runs one part of several, by `--part`; `make nightly` runs all.
 """

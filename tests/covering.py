@@ -4,9 +4,8 @@
 
 A word is one value of a factor; a plan has at most one value of each.  Two words may meet if some
 plan with both is accepted: by its words, and by `parallelize` for its model on a traced rank.
-Pairs of the canonical plans (tests/plans.py) are not needed again. Plans are drawn with a fixed
-seed, each begun with a pair that no plan before has, and filled with words that add new pairs; of
-several draws the one with the most new pairs for its ranks is taken.
+Pairs of the canonical plans (tests/plans.py) are not needed again. Of several plans drawn with a
+fixed seed, each begun with a new pair, the one with the most new pairs for its ranks is taken.
 """
 
 import itertools

@@ -1,10 +1,8 @@
 """Ranks forked from one process that has imported torch, for tests in the process of pytest.
 
-To import torch takes a rank 3 s of processor time, and longer than most tests. `spawn` and `launch`
-start, watch and end ranks as everywhere else; only where a rank's process comes from differs. It
-finds the environment, the directory and the streams of the test. Ranks have interpreters of their
-own in tests that start a program by `subprocess`, or that take the fixture `interpreters`; programs
-that need none are forked too (tests/programs.py).
+To import torch takes a rank 3 s of processor time. A forked rank finds the environment, the
+directory and the streams of the test. Ranks have interpreters of their own in tests that start a
+program by `subprocess`, or that take the fixture `interpreters`.
 """
 
 import gc

@@ -5,13 +5,11 @@
     python -m tests.mutants --all            all tests that notice each fault, not the first only
     python -m tests.mutants --draw           draw new faults in place of those whose lines are gone
 
-The faults are those of the catalogue (tests/verify/mutations) and a hundred that are drawn
-(tests/mechanical.py). They stand in tests/mutants.txt, each with the tests that are known to notice
-it, or with the reason why none can: `equivalent: ...`. Those tests run first.
-
-Then the core tests run once, and it is noted which functions of the package each calls, in the
-folder `--calls`, which another judge may use. A fault is put into a run of those that call its
-function, the quickest first. Each run is forked from a process that has imported torch.
+The faults of the catalogue (tests/verify/mutations), and a hundred that are drawn
+(tests/mechanical.py), stand in tests/mutants.txt, each with the tests that are known to notice it,
+which run first, or with the reason why none can: `equivalent: ...`. Then the core tests run once to
+note which functions each calls, in the folder `--calls`. A fault is put into a run of those that
+call its function, the quickest first.
 """
 
 import importlib

@@ -264,9 +264,6 @@ def load(engine: Engine, arrays: Arrays, scalars: Any) -> None:
     engine.loaded()
 
 
-# --- in one process -------------------------------------------------------------------------------
-
-
 @cache
 def checkpoint(kind: str, precision: str) -> tuple[Arrays, Any]:
     """What one process saved after two steps of a kind of model."""

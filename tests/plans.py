@@ -149,8 +149,6 @@ def every_plan() -> list[str]:
     return [plan for plans in [*CANONICAL.values(), *pairs] for plan in plans]
 
 
-# --- what they train ---------------------------------------------------------------------------
-
 BATCH_ROWS = 17  # of each global batch
 #: The training of each kind of model: GPTs whose sizes divide by nothing convenient, and a mixture
 #: whose experts drop tokens.

@@ -3,9 +3,8 @@
     run_program(["-m", "shardwise", "plan", "dp2"])    as `subprocess.run([sys.executable, ...])`
     start_program(["script.py", "zero3"])              as `subprocess.Popen([sys.executable, ...])`
 
-Output and error output are captured as text. The ranks that a program starts are forked too, and so
-are torchrun's workers. A test of what only a new interpreter
-shows (what `import` does, how ranks import the main program) calls `subprocess` itself.
+Output and error output are captured as text. Ranks and torchrun's workers are forked too. A test of
+what only a new interpreter shows (what `import` does) calls `subprocess` itself.
 """
 
 import atexit

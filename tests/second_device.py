@@ -3,9 +3,8 @@
     host      `cpu`      where torch makes a tensor unless it is given a device
     device    `cpu:0`    the world's: torch accepts it and gives memory of the host
 
-The mode follows which tensors are on the host, answers `x.device` accordingly, and raises what CUDA
-raises where an operation mixes both.  It also records reads, calls in which the host waits for the
-device.  Tensors made outside of the mode, or by autograd, are on the device.
+The mode answers `x.device`, raises what CUDA raises where an operation mixes both, and records
+calls in which the host waits.  Tensors made outside of it, or by autograd, are on the device.
 """
 
 from collections.abc import Callable, Iterable

@@ -13,11 +13,8 @@ Each run is trained to its end, however often it is disturbed:
     disk       the disk is full for a while (a folder in memory of its own, where it may be mounted)
 
 At the end of a run its losses are compared with those of one undisturbed process, to 1e-10 in fp64,
-and the descriptors, threads and memory of each process of at least 20 steps must be flat.
-
-    python -m tests.soak --steps 100000
-
-trains the smallest model on two ranks for so many steps instead, after which they must be flat too.
+and descriptors, threads and memory must be flat. `--steps 100000` trains the smallest model for so
+many steps instead.
 """
 
 import argparse

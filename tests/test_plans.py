@@ -163,9 +163,6 @@ def test_costs_in_16_bits(half: Run):
         fact(half)
 
 
-# --- the table --------------------------------------------------------------------------------
-
-
 def there(start: str) -> bool:
     """Whether a plan that a hand wrote has a word that begins like this."""
     return any(word.startswith(start) for plan in every_plan() for word in plan.split())

@@ -10,10 +10,8 @@ A collective counts by its definition (ledger.py), as in a library.  Tests on th
 not transports.  A rank that fails breaks every gate, so the others stop at once.  All ranks may be
 on one GPU.
 
-Garbage is not collected while ranks run.  Some functions of torch take a lock of their own and then
-allocate a Python object, such as `Generator.get_state`.  A collection that begins there may run a
-finalizer and switch threads; if the next thread waits for the same lock, it does so with the GIL,
-and both wait forever.
+Garbage is not collected while ranks run: in functions of torch with a lock of their own, such as
+`Generator.get_state`, a finalizer may switch to a thread that waits for the lock with the GIL.
 """
 
 import gc

@@ -160,9 +160,6 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(tmp_path: Path):
     assert {path.name for path in tmp_path.iterdir()} == {"latest", "step-000001"}
 
 
-# --- two at once --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("over", [export_over, import_over])
 def test_a_second_writer_is_refused_by_name(tmp_path: Path, over: Writer):
     """The error of a second process names the one that writes, and no file changes."""

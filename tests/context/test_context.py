@@ -71,9 +71,6 @@ def test_every_position_is_on_one_rank(cut: SequenceCut):
         assert torch.equal(part, rows[:, None] >= keys)
 
 
-# --- attention ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Case:
     """`word` is that of a plan; `mask` a name of `mask_of`."""

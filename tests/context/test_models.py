@@ -235,8 +235,6 @@ def test_an_encoder_of_transformers(plan: str):
     assert_parity(model, plan, whole | {"attention_mask": seen}, own_loss, 1e-10)
 
 
-# --- refused --------------------------------------------------------------------------------------
-
 sdpa: Any = F.scaled_dot_product_attention
 CHANGES: dict[str, Change] = {
     "recurrent": lambda x: nn.GRU(WIDTH, WIDTH, batch_first=True).double()(x)[0],

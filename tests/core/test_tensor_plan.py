@@ -180,8 +180,6 @@ def test_what_counts_heads_becomes_the_ranks_own(rank: int, attn: dict[str, int]
     assert found == {"attn": attn, "attn.qkv": {"nf": 16 if rank == 0 else 12}}
 
 
-# --- whether a table fits a model -----------------------------------------------------------------
-
 NORM = ModuleShape("other", 64, type_name="LayerNorm")
 BLOCK = ModuleShape("other", parameters=False, type_name="Block", numbers=(("num_heads", 8),))
 LAYER: dict[str, ModuleShape] = {

@@ -137,9 +137,6 @@ def test_axes_of_one_rank_and_frozen_parameters():
     assert ROWS["zero1"].moves(trained=False) == ()
 
 
-# --- small parts: texts of errors, trees of values, balanced cuts, values that cross stages -------
-
-
 def test_the_text_of_an_error():
     """What was given, what is allowed, what to write, in one line; several are numbered."""
     error = bad("a\nb\x1b[0m.", "sizes from 1 up ", "dp2")

@@ -1,8 +1,7 @@
 """PyTorch's own tests of DDP, from the installed package, pass under `sw.DDP` on processors.
 
-`torch.testing._internal.distributed.distributed_test` holds the tests of
-`torch.nn.parallel.DistributedDataParallel`, written for one GPU a rank and a process each test.
-Here they run one after another in processes of ours that are a world of gloo already:
+`torch.testing._internal.distributed.distributed_test` has them for one GPU a rank. Here they run
+one after another in processes of ours that are a world of gloo already:
 
     decorators that ask for GPUs    do nothing; replaced before the module is imported
     cuda, and a device's number     mean the processor, in every call of torch

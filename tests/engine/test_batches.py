@@ -269,8 +269,6 @@ def test_a_rank_with_fewer_rows_than_microbatches_is_named(capfd):
         assert f"data rank {rank} has 1 rows, fewer than its 2 microbatches" in said
 
 
-# --- numbers of tokens that differ ---------------------------------------------------------------
-
 #: Rows of each step's global batch, and how many in a hundred of their targets count.
 STEPS = ((9, 80), (13, 25), (8, 95), (11, 60))
 

@@ -216,9 +216,6 @@ def test_a_disk_that_fails(tmp_path: Path, plan: str):
         assert loss == pytest.approx(wanted.losses[1], rel=1e-10)
 
 
-# --- a bound on the device's memory ---------------------------------------------------------------
-
-
 def predicted(plan: Plan, rank: int = 0) -> Prediction:
     rows = share(TASK.batch(0), 0, plan.completed(None).data_size)
     return predict(TASK.make(), plan, rows, rank=rank, loss=TASK.loss, units=1)

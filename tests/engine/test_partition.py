@@ -186,9 +186,6 @@ def test_a_model_without_memory_cannot_be_timed():
         balance_by_time(model, lambda m: m(torch.zeros(1, 2).long()), 2)
 
 
-# --- units: which modules they are, by any rule; every parameter is in one of them ----------------
-
-
 CONFIG = GPTConfig(
     vocabulary=16, layers=3, width=8, heads=2, kv_heads=2, hidden=8, sequence=4, tied=False
 )

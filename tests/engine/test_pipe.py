@@ -255,8 +255,6 @@ def test_bad_input_is_answered_before_anything_changes(call: Callable[[], Any], 
     assert not re.search(r"Write instead: ?\.|: ?\. ", str(error.value))
 
 
-# --- models that look at numbers: those of the batch, and those of activations --------------------
-
 RARE = 3  # a token of two of the four microbatches
 
 

@@ -230,9 +230,6 @@ def test_weights_of_16_bits_in_a_loop_are_reported(capfd):
         sw.DDP(model.bfloat16(), world, precision="bf16")
 
 
-# --- autocast of a loss of one's own --------------------------------------------------------------
-
-
 def autocast_loss(model: nn.Module, batch: Any) -> Tensor:
     """Products in bf16, and the loss in fp32."""
     with torch.autocast("cpu", torch.bfloat16):

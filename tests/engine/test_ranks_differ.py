@@ -393,9 +393,6 @@ def test_what_may_be_no_mistake_of_a_program_is_a_warning(what: str, said: str):
     run_gloo(2, odd_tensor_rank_warns if "tp" in said else odd_rank_warns, what, said)
 
 
-# --- other ways through a model, and errors of one rank -----------------------------------------
-
-
 class Skips(nn.Module):
     """Blocks that are alike, one of which is left out, as the batch says."""
 

@@ -337,9 +337,6 @@ def make(name: str) -> nn.Module:
     return settled(ZOO[name]())
 
 
-# --- trainings of them
-
-
 def any_output(how: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return functional.mse_loss(unwrapped(model(batch[0]), how), batch[1])
 

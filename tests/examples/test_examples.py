@@ -147,9 +147,6 @@ def test_the_script_for_slurm_starts_a_run(tmp_path: Path) -> None:
     require_run(done.stdout.splitlines()[1:])
 
 
-# --- the examples of the first pages --------------------------------------------------------------
-
-
 @pytest.mark.full
 def test_the_example_trains_alike_under_any_plan(tmp_path: Path) -> None:
     """One process and two ranks reach one loss; another plan goes on from their checkpoint."""

@@ -270,9 +270,6 @@ def test_what_only_torch_does_is_left_to_torch(act: Callable[[Net, Tensor], Any]
         assert found == plain
 
 
-# --- in an engine ---------------------------------------------------------------------------------
-
-
 class Wide(nn.Module):
     """A large layer, whose weight is used in other ways too."""
 

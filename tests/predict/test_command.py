@@ -169,9 +169,6 @@ def test_the_function_returns_what_the_command_prints(
     assert above == (own.device_peak > 2**24) == ("auto" not in words)
 
 
-# --- the time -------------------------------------------------------------------------------------
-
-
 def test_the_command_prints_the_time_and_its_parts(capsys: pytest.CaptureFixture[str]):
     """As a sentence, and with --json as numbers whose parts sum to the step."""
     argv = "dp16 zero3 bf16", "--model", "gpt:tiny", "--cluster", "h200"

@@ -4,22 +4,15 @@
     Megatron     table 1 of arXiv 2104.04473: the time of a step from TFLOP/s, A100 80 GB
     torchtitan   December 2024: the time of a step from tokens a second, H100, not compiled
 
-No figure is fitted by row: the three deratings of `Derating` are the only ones that were chosen,
-for all rows together. What bounds the errors:
+No figure is fitted by row: the three deratings of `Derating` were chosen for all rows together.
+Small products reach less of the peak than predicted, and large ones more. The sum of an input
+gradient is exposed here; later programs of the paper (layer) overlap it. The torchtitan table's
+H100 is limited to 500 of 700 W: its peak is taken in proportion to its power. Compiled kernels are
+not predicted.
 
-- Products reach one part of the peak whatever their shape. Small ones reach less (1.7B, whose
-  width is 2304), large ones more.
-- The sum of an input gradient is exposed here, and overlaps with weight gradients in the paper's
-  later programs (layer).
-- The torchtitan table's H100 is limited to 500 of 700 W and has memory of 2.4 TB/s. Its peak is
-  taken in proportion to its power, an assumption. Rows with compiled kernels are not predicted: no
-  plan says how a compiler fuses.
-- Stragglers among 128 GPUs are not predicted.
-
-Of memory, the torchtitan table states the peak of the allocator. The peak itself has two parts that
-no prediction has: what its recomputation frees (every second product, 19 GiB) and what kernels of
-the loss take for a moment, about as much. Its two rows differ by the states of the parameters
-alone, which are predicted.
+Of memory, the torchtitan table states the peak of the allocator, which has two parts that no
+prediction has: what its recomputation frees (every second product, 19 GiB) and what kernels of the
+loss take for a moment, about as much.
 """
 
 import statistics

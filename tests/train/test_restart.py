@@ -59,8 +59,6 @@ def assert_same_curve(found: Sequence[Record], straight: Sequence[Record]) -> No
     assert [r.loss for r in found] == pytest.approx([r.loss for r in straight], rel=1e-10)
 
 
-# --- torchrun -----------------------------------------------------------------------------------
-
 TORCHRUN = ["-m", "torch.distributed.run", "--max-restarts", "3"]
 
 

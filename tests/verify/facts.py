@@ -127,8 +127,6 @@ def masks(world: World, model: str, plan: Plan) -> bool:
     return found[0] == found[1]
 
 
-# --- the memory of a step and of an evaluation at their events: measured, and predicted ----------
-
 #: Events at which messages of the update may be under way, which hold copies of weights.
 UPDATE = ("update", "end")
 #: The prediction and the events of a dry run by model, plan and rank. A dry run has each fault of

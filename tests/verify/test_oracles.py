@@ -200,8 +200,6 @@ def test_what_lacks_or_doubles_anything_is_named(plan: str, by_rank: list[list[R
     assert (found.startswith("model/w: ") and said in found) if said else found == ""
 
 
-# --- the counters of the network interface, beside the ledgers and the prediction -----------------
-
 # The ranks run without shared memory, so every message goes through gloo and TCP over the
 # loopback interface: in a network namespace of their own if the system permits it (root, or user
 # namespaces), else on the host's, which also counts the traffic of other programs. Subtracted

@@ -154,9 +154,6 @@ def numbers(rows: int, seed: int) -> Tensor:
     return torch.rand(rows, 6, generator=torch.Generator().manual_seed(seed))
 
 
-# --- derived tables: the comparison in the first step ---------------------------------------------
-
-
 WIDTH, HIDDEN = 6, 8
 
 

@@ -4,10 +4,9 @@
     rank 0  F0.0 F0.1 B0.0 B0.1
     rank 1  F1.0 B1.0 F1.1 B1.1
 
-F1.0 is the forward of stage 1 for microbatch 0; B, I, W and U likewise. F0 is enough for microbatch
-0 of the stage with the number of the rank.  Lowered schedules also have GATHER:1, FREE:1 and
-REDUCE:1 for stage 1, SEND:act0.1>1 (to rank 1) and RECV:act0.1<0 (from rank 0).  `home` lists the
-owner of each stage, `update` and `lag` are for asynchronous schedules.
+F1.0 is the forward of stage 1 for microbatch 0; F0 that of microbatch 0 in the rank's own stage.
+Lowered schedules also have GATHER:1, FREE:1, REDUCE:1, SEND:act0.1>1 (to rank 1) and RECV:act0.1<0.
+`home` lists the owner of each stage, `update` and `lag` are for asynchronous schedules.
 """
 
 import re

@@ -184,8 +184,6 @@ def test_a_name_and_numbers_that_cannot_be_are_answered(word: str, phrase: str):
     assert phrase in str(refused.value)
 
 
-# --- the clock, against sums done by hand ---------------------------------------------------------
-
 ONE = "rank 0 F0 B0\nrank 1 F0 B0"
 
 

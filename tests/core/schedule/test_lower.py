@@ -145,9 +145,6 @@ def test_streams_that_overtake_each_other_are_received_in_the_order_sent():
     )
 
 
-# --- the drawings: the figures of the papers in letters, SVG to scale; and a schedule as it went --
-
-
 FIGURES = {
     # forwards down, backwards up, the last microbatch first: figure 2c of the paper, at B = 2F
     "gpipe:3": [
