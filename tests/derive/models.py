@@ -4,6 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.engine.cases import settled
+
 WIDTH, HEADS, HEAD, WORDS, POSITIONS = 12, 4, 3, 31, 6
 
 
@@ -142,7 +144,7 @@ def encoder_decoder():
 
 
 def packed():
-    return Words(Residual(Packed()), FeedForward()), loss, batch
+    return settled(Words(Residual(Packed()), FeedForward())), loss, batch
 
 
 def tied():
