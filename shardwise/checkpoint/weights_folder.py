@@ -7,8 +7,7 @@ config.json                          the configuration, if the model has one
 generation_config.json               how it generates text, if the model has it
 tokenizer.json ...                   the tokenizer, if the run has one
 
-A folder is written beside its place, and gets its name when it is complete; only the holder of the
-lock on it does so.
+A folder is written beside its place, and gets its name when it is complete.
 
 .writing-weights/        written now, or left by a killed writer
 .replaced-weights/       the folder that --overwrite replaces, until the new one has its name

@@ -6,8 +6,7 @@
     phase    when it began (open, start, forward, backward, update, check), set by the engine
 
 A transport writes it, at the last point before a tensor goes to torch.distributed or into memory
-that a peer reads, from that tensor.  Neither move.py, which chooses the collective, nor the
-prediction writes it.
+that a peer reads, from that tensor.
 
 Messages between two ranks are counted one by one.  If one call executes a whole collective (NCCL,
 gloo, or threads that read each other's tensors), its messages are not visible.  For N elements
@@ -22,8 +21,7 @@ passed to the call, a rank then sends by definition:
 
 If the sizes of the blocks differ by one element, the count of a rank is the average over the ranks,
 to the nearest element.  (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters
-of workstations", JPDC 2009.)  This is independent of the prices of a prediction, which are compared
-with these counts.
+of workstations", JPDC 2009.)
 """
 
 import time

@@ -12,8 +12,7 @@ number made on the host works on gloo and fails on NCCL.
     Gloo      a process group of gloo, with shared memory between the ranks of one host
     Nccl      a process group of NCCL
 
-Gloo's own errors name a socket.  Here each rank whose message fails raises an error that names the
-peer rank, so the sender and the receiver both report it.
+Each rank whose message fails raises an error that names the peer rank.
 """
 
 import copy

@@ -12,9 +12,8 @@
 
 A run is never overwritten by accident: --resume continues it, --overwrite puts a run that has saved
 aside in NAME.old and starts anew, and without either the start is refused once a step is recorded.
---resume auto continues a run that has a checkpoint and starts one otherwise, so that one command
-serves the first start and every restart; it never replaces a run whose checkpoints lack files. A
-folder with other files and no run is always refused. A start that is refused leaves no files.
+--resume auto continues a run that has a checkpoint and starts one otherwise; it never replaces a
+run whose checkpoints lack files. A folder with other files and no run is always refused.
 """
 
 import json

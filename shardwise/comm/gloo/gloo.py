@@ -15,9 +15,7 @@ Two ranks, 16.8 MB, one thread each: reduce-scatter 7.6 ms (gloo's own 24), all-
 Terms of a sum arrive in the pool of communication buffers (pool.py), in pieces if they are larger
 than a slot of the pool.  A large all-reduce is gloo's own, which proceeds during the backward pass;
 a small one consists of the two halves above, with half the latency; between two ranks each sends
-its whole tensor and adds.  On one host, messages of up to a few MiB go through shared memory
-(shared.py).  The ledger counts each message as it is sent, and gloo's own collectives by their
-definition (ledger.py).
+its whole tensor and adds.  On one host, messages of up to a few MiB go through shared memory.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,9 +1,8 @@
 """Shared memory between the ranks of one host: a mailbox for each pair of ranks and direction.
 
-A message through gloo passes through the kernel, and on each side wakes a thread on a CPU that is
-busy: for two ranks on two cores, 256 KiB each way during a step take 1.6 ms after the later rank
-has arrived.  Here the ranks copy the message themselves, in 0.1 ms.  Large messages go through
-gloo, which sends them while the ranks compute.
+A message through gloo wakes a thread on each side: on two busy cores 256 KiB each way take 1.6 ms.
+Here the ranks copy the message themselves, in 0.1 ms.  Large messages go through gloo, which sends
+them while the ranks compute.
 
 A rank never waits to send: if a mailbox is full, the message goes through gloo, and the mailbox
 records that.  A rank that waits polls the mailbox for a moment, then yields the CPU between polls,

@@ -13,11 +13,9 @@ A monitor ends the run in these cases:
     some ranks have waited for `patience_s` in one collective, and another does not join it
     every rank that has not left waits in a collective, and no message moves
 
-Heartbeats go through the run's store, and so does the report of the rank that finds another one
-frozen, lost or hanging.  Our launcher reads the report and kills the ranks.  Without it every rank
-reads the report within a heartbeat, prints why the run ends, lingers until the others have read it
-too, and exits.  The thread that sends heartbeats needs Python's interpreter lock, which a long call
-into C may hold.
+Heartbeats, and the report of the rank that finds another one frozen, lost or hanging, go through
+the run's store.  Our launcher reads the report and kills the ranks; without it every rank reads it,
+prints why the run ends, and exits.
 """
 
 import contextlib

@@ -12,9 +12,8 @@ lost connection.  If the launcher dies, the pipe closes and the rank exits.
     run          all ranks take part in every step             sets a flag; ranks agree (stop.py)
 
 SIGTERM and SIGHUP come from batch systems, SIGUSR1 from `sbatch --signal=USR1@120`, SIGINT from
-Ctrl-C.  A process often receives one request several times: systemd, Slurm and cgroups signal every
-process of a job, and a launcher forwards what it received.  So repeats are ignored while the
-checkpoint is written.  Only a person who presses Ctrl-C again ends the process without it.
+Ctrl-C.  A process often receives one request several times, so repeats are ignored while the
+checkpoint is written.  Only a second Ctrl-C ends the process without it.
 """
 
 import faulthandler

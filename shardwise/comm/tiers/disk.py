@@ -4,10 +4,8 @@
 
 An extent is a flat tensor; a chunk is `chunk_numel` of its elements, the last one fewer.  Chunks
 begin and end at multiples of 4096 bytes.  Where the file system takes O_DIRECT, transfers bypass
-the page cache; elsewhere the kernel is advised to drop the pages.  Host memory is that of the
-buffers, which are acquired for a transfer, whatever the size of the file.  `extent.tensor` maps the
-file: checkpoints read and write it after `sync`, and `drop` follows a write.  Training never
-touches it.
+the page cache.  Host memory is that of the buffers, whatever the size of the file.  `extent.tensor`
+maps the file for checkpoints: they read and write it after `sync`, and `drop` follows a write.
 
 The file has no name (O_TMPFILE, or it is unlinked at once).  So the system frees it when the
 process ends, also when it is killed, and no run can read a chunk of another.

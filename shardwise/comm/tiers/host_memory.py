@@ -5,12 +5,9 @@ A container or a job of a batch system has a limit of its own, in the files of c
 (version 2, then version 1); so may the groups around it.  The cache of files that it has read
 counts as used there, and is free for whoever needs it.
 
-A training step on a processor frees and allocates the same large blocks again and again.  By
-default glibc returns them to the kernel, and every page faults again: about 18,000 faults a step
-for a 33M-parameter model, 5 to 8 % of the step's time.  The cost of keeping them: the process stays
-at its peak size, and grows beyond it where small blocks that live long lie in freed large ones.
-(`engine.memory()` counts live tensors, not this.)  So a run whose parameters rest on a disk, for
-want of memory, returns what it frees.  With another C library nothing happens.
+By default glibc returns freed large blocks to the kernel, and every page faults again in the next
+step: 5 to 8 % of its time on a processor.  The cost of keeping them: the process stays at its peak
+size.  So a run whose parameters rest on a disk, for want of memory, returns what it frees.
 
     x = doubles_on([1.0, 7.0], device)                    a copy to the device is queued
     numbers = HostNumbers(begin_sum(x, axis).wait())      and one to the host

@@ -6,8 +6,7 @@ on the host, and is both "device_to_host" and "host_to_disk"; what is read from 
 (disk.py, disk_fetch.py).
 
 The tier of a tensor is that of its storage.  Without an accelerator, device and host are the same
-memory: only the table of `Tiers` tells which storages are the host's.  The meter, engine.memory()
-and Live read it.  Its references are weak: memory that is freed leaves it.
+memory: only the table of `Tiers`, of weak references, tells which storages are the host's.
 
 On CUDA each direction has its own stream.  A copy begins after the work that the current stream has
 been given, and after earlier copies of the same part of host memory.  `wait` on a copy to the host

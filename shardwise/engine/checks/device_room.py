@@ -9,16 +9,14 @@ MOST times the prediction.
     except RuntimeError as error:
         raise explained(error, engine, prediction) if ran_out(error) else error
 
-The error lists the bytes of the rank's tensors at that moment beside the predicted ones, and names
-a plan under which the largest of these is smaller (prediction/relief.py).
+The error lists the rank's bytes beside the predicted ones, and names a plan with less (relief.py).
 
 `offload:auto` is the least offload with which a step is predicted to fit `device_memory` (on CUDA
 also the device's own memory), on every stage of a pipeline:
 
     nothing    optim=x for one unit, two, ...    optim    param
 
-A prediction has no temporary memory of kernels: leave room for it.  States on a disk are not among
-them: they take as much of the device as those in host memory.
+A prediction has no temporary memory of kernels: leave room for it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

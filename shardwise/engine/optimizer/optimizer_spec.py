@@ -10,10 +10,10 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.core.errors import bad
@@ -224,56 +224,115 @@ def Optim(  # noqa: N802
     return OptimizerSpec(kind, options, groups or {}, elementwise, rest)
 
 
+class TorchOptions(TypedDict, total=False):
+    """Options that torch's own classes share."""
+
+    lr: float | Tensor
+    weight_decay: float
+    maximize: bool
+    foreach: bool | None
+
+
+class AdamOptions(TorchOptions, total=False):
+    """The options of torch's AdamW and Adam."""
+
+    betas: tuple[float | Tensor, float | Tensor]
+    eps: float
+    amsgrad: bool
+    capturable: bool
+    differentiable: bool
+    fused: bool | None
+
+
+class SGDOptions(TorchOptions, total=False):
+    """The options of torch's SGD."""
+
+    momentum: float
+    dampening: float
+    nesterov: bool
+    differentiable: bool
+    fused: bool | None
+
+
+class LionOptions(TypedDict, total=False):
+    """The options of Lion."""
+
+    lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+
+
+class AdafactorOptions(TorchOptions, total=False):
+    """The options of torch's Adafactor."""
+
+    beta2_decay: float
+    eps: tuple[float | None, float]
+    d: float
+
+
+class MuonOptions(TypedDict, total=False):
+    """The options of torch's Muon."""
+
+    lr: float
+    weight_decay: float
+    momentum: float
+    nesterov: bool
+    ns_coefficients: tuple[float, float, float]
+    eps: float
+    ns_steps: int
+    adjust_lr_fn: str | None
+
+
 def AdamW(  # noqa: N802
-    groups: dict[str, Any] | None = None, **options: Any
+    groups: dict[str, Any] | None = None, **options: Unpack[AdamOptions]
 ) -> OptimizerSpec:
     """`torch.optim.AdamW` with its own options (Loshchilov and Hutter, arXiv 1711.05101)."""
-    return OptimizerSpec(torch.optim.AdamW, options, groups or {})
+    return OptimizerSpec(torch.optim.AdamW, {**options}, groups or {})
 
 
 def Adam(  # noqa: N802
-    groups: dict[str, Any] | None = None, **options: Any
+    groups: dict[str, Any] | None = None, **options: Unpack[AdamOptions]
 ) -> OptimizerSpec:
     """`torch.optim.Adam` with its own options (Kingma and Ba, arXiv 1412.6980)."""
-    return OptimizerSpec(torch.optim.Adam, options, groups or {})
+    return OptimizerSpec(torch.optim.Adam, {**options}, groups or {})
 
 
 def SGD(  # noqa: N802
-    groups: dict[str, Any] | None = None, **options: Any
+    groups: dict[str, Any] | None = None, **options: Unpack[SGDOptions]
 ) -> OptimizerSpec:
     """`torch.optim.SGD` with its own options."""
-    return OptimizerSpec(torch.optim.SGD, options, groups or {})
+    return OptimizerSpec(torch.optim.SGD, {**options}, groups or {})
 
 
 def Lion(  # noqa: N802
-    groups: dict[str, Any] | None = None, **options: Any
+    groups: dict[str, Any] | None = None, **options: Unpack[LionOptions]
 ) -> OptimizerSpec:
     """Lion: lr, betas, weight_decay (Chen et al., arXiv 2302.06675)."""
-    return OptimizerSpec(lion.Lion, options, groups or {})
+    return OptimizerSpec(lion.Lion, {**options}, groups or {})
 
 
 def Adafactor(  # noqa: N802
-    groups: dict[str, Any] | None = None, **options: Any
+    groups: dict[str, Any] | None = None, **options: Unpack[AdafactorOptions]
 ) -> OptimizerSpec:
     """`torch.optim.Adafactor` with its own options (Shazeer and Stern, arXiv 1804.04235).
 
     It keeps a mean of each row and each column, and divides by norms of whole matrices.
     """
-    return OptimizerSpec(torch.optim.Adafactor, options, groups or {})
+    return OptimizerSpec(torch.optim.Adafactor, {**options}, groups or {})
 
 
 def Muon(  # noqa: N802
     groups: dict[str, Any] | None = None,
     *,
     rest: OptimizerSpec | None = None,
-    **options: Any,
+    **options: Unpack[MuonOptions],
 ) -> OptimizerSpec:
     """`torch.optim.Muon` for matrices with its own options (arXiv 2502.16982).
 
     `rest` updates parameters that are no matrices: `sw.AdamW()` by default.  Embeddings and the
     head are matrices too; `groups={"head.*": sw.AdamW(lr=3e-4)}` gives them to AdamW.
     """
-    return OptimizerSpec(torch.optim.Muon, options, groups or {}, rest=rest or AdamW())
+    return OptimizerSpec(torch.optim.Muon, {**options}, groups or {}, rest=rest or AdamW())
 
 
 class Combined(Optimizer):

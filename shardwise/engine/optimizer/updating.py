@@ -9,11 +9,7 @@ An updater decides where: on this thread, on a thread of the host, or beside the
 InPlace     each part when its gradients have arrived, on the thread that runs the step; or all
             together, when the last has arrived: their states stream from a disk, or the optimizer
             needs whole tensors or counts its calls
-HostThread  on a thread of the host, which updates in one call all that waits, up to a size:
-
-    main thread    4 arrives  3 arrives  2 arrives  publish 4  1 arrives  publish 3, 2  ...
-    host thread               update 4 ...........  update 3, 2 ..........  update 1 ...
-
+HostThread  on a thread of the host, which updates in one call all that waits, up to a size
 NextStep    on such a thread, beside the next step (the delayed parameter update of ZeRO-Offload).
             Step 4 computes with the parameters that the update of step 2 made:
 

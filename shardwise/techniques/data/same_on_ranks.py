@@ -15,9 +15,8 @@ Of n ranks that hold the same, rank r contributes a multiple of its hash h:
 
     (n - 1) h(0)  on the first,   - h(r)  on each other;   the sum is 0 if all hashes are equal
 
-The sums are of whole numbers in doubles: they are exact. Hashes of weights stay on the device. Only
-if the sum is not 0, the ranks exchange names and values for the error. It names the rank whose bits
-differ from those of most ranks: with three or more, the one that is damaged.
+The sums are of whole numbers in doubles: they are exact. Only if the sum is not 0, the ranks
+exchange names and values for the error, which names the rank whose bits differ from most.
 
 Tensor ranks and stages of a pipeline have the same options and the same batch too. Along their axes
 a second such sum is in the message with which they agree on the loss or the norm:

@@ -9,9 +9,8 @@ During a pass hooks unshard and reshard them one by one (unit_hooks.py). Under a
     W s           the weight gradients that I postponed are computed and added
     REDUCE s      all microbatches are done: the reduction of the stage's gradients begins
 
-A parameter that several stages use is in one unit, whose reduction begins with the last REDUCE of
-them. A parameter that several ranks hold is reduced after all others, in the order of the names,
-which is the same on all its holders.
+A parameter that several stages use is reduced with the last REDUCE of them; one that several ranks
+hold after all others, in the order of the names.
 
 Our hooks on parameters are among the program's, before or after them:
 

@@ -6,9 +6,8 @@ Selective recomputation keeps the outputs in brackets:
 
 The operations between them cost a pass over memory. Attention that is not fused multiplies
 activations: its scores [.., T, S] are larger than both operands and are computed again, with
-softmax and dropout; their product with the values is kept. The similar modes of torch
-(create_selective_checkpoint_contexts) count every operation, and fail if only the second forward
-has one, such as the gather of a unit inside the module.
+softmax and dropout; their product with the values is kept. Those of torch
+(create_selective_checkpoint_contexts) fail if the second forward alone gathers a unit.
 
 Partitioned recomputation splits inputs over the n tensor ranks (P_a of ZeRO, arXiv 1910.02054,
 section 6.1; P_a+cpu if the pieces rest in host memory):

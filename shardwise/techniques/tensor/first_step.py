@@ -10,9 +10,8 @@ too. Dropout draws nothing: modules are in eval mode, apart from recurrent layer
 random numbers proves nothing: ranks draw others for sharded activations. Parameters that begin as
 zeros have other values in both copies, so that no layer is hidden.
 
-While it compares, a rank holds two copies of the plain model's parameters, and rank 0 the
-parameters once more in host memory. If a rank has too little memory, the model is not compared, and
-a line says so.
+While it compares, a rank holds two copies of the plain model's parameters. With too little memory
+the model is not compared, and a line says so.
 """
 
 import copy

@@ -11,8 +11,7 @@
 `Stream` moves tensors between the layers and the residual stream, which is the same on every rank
 (I), or sharded along the sequence (S(T), where T is the second to last dim). Column-parallel layers
 with the same input x (queries, keys, values; gate and up) share an `InputGradient`: x is gathered
-once, and the gradients of x are added locally, then summed over the ranks once, while the weight
-gradients are computed.
+once, and the gradients of x are added locally, then summed once.
 
 Modules keep their class, names and forward. Hooks move their inputs and outputs, before the user's
 own hooks. (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; Korthikanti et al., arXiv

@@ -10,8 +10,7 @@ restoring it restores both, and `torch.utils.checkpoint` draws the same masks wh
 
 `ShardedRandom`, a torch function mode, knows which activations are sharded: hooks mark the outputs
 of the modules in the tensor plan, and results computed from a marked tensor are marked. It does not
-see inside custom autograd functions and compiled regions, where draws use the default generator.
-Losses depend on the number of tensor ranks, as the masks do.
+see inside custom autograd functions and compiled regions.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

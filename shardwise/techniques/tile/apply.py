@@ -13,8 +13,7 @@ tiling: Rajbhandari et al., ZeRO-Infinity, arXiv 2104.07857, section 5.1.3.)
 
 The flat parameter of a tile has the name of the user's parameter, and its layout says which rows it
 holds: on an axis `tile` of as many ranks as tiles, all of which this rank plays, one after another.
-So optimizer groups, checkpoints and gradients by name do not know of tiles. The user's parameter
-keeps its name and its place in the model, and holds no elements.
+The user's parameter keeps its name and its place in the model, and holds no elements.
 
 F  features of the output    D  features of the input    N  positions
 """

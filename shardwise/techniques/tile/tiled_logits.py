@@ -8,10 +8,10 @@
     loss        S = log sum_k exp(s_k)     S - sum_k t_k            of each position
     backward    l again; the gradient of l_j is exp(l_j - s_k) ds_k + [j is the target] dt_k
 
-A tile keeps x and s_k for the backward pass, so that logits of one tile exist at a time, in forward
-and in backward, at the price of one more product. It is the loss of vocabulary-parallel ranks
-(Megatron-LM, arXiv 1909.08053, section 3), one after another in place of side by side; sums have 32
-bits or more, whatever the logits have. Label smoothing needs the sum of a tile's logits too, m_k.
+A tile keeps x and s_k for the backward pass, so that logits of one tile exist at a time, at the
+price of one more product. It is the loss of vocabulary-parallel ranks (Megatron-LM, arXiv
+1909.08053, section 3), one after another; sums have 32 bits or more. Label smoothing needs the sum
+of a tile's logits too, m_k.
 
 N  positions    V  vocabulary, Vk of it in tile k    D  features of the input
 """

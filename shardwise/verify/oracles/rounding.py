@@ -1,9 +1,8 @@
 """The bound for 16-bit runs: an error of at most 1.5 times that of one process.
 
-Both errors are relative to a run in fp64 with the same rounded initial weights, not to each other.
-A parallel run has a slightly larger error, because a rank rounds its share of a gradient and the
-sum is rounded again: by a factor of sqrt(2) if the error of one process is only its last rounding,
-and by a few percent in most tensors, where the error comes from all layers in between.
+Both errors are relative to a run in fp64 with the same rounded initial weights. A parallel run has
+a slightly larger error, because a rank rounds its share of a gradient and the sum is rounded again:
+by a factor of sqrt(2) at most, and by a few percent in most tensors.
 
 "Alone" is the error of one process. Both errors are sums of n independent roundings (`independent`
 of difference.py): fewer than a tensor has elements, because those of a row or a column share the
@@ -34,10 +33,7 @@ is 3 % too, it increases the norm of the error only by sqrt(2).
 In a mixture of experts all three runs send each token to the same experts (routes.py).
 
 Two floors keep alone from being small by chance: the unit roundoff (2^-8 in bf16, 2^-11 in fp16)
-times the norm of the tensor, the possible error of one more rounding; and, for few elements, the
-relative error of all small tensors together. Measured over GPTs of width 8 to 64 on one to four
-tensor ranks, gpt2, llama and bert, several plans and seeds, the largest ratios were 0.99 of their
-bound.
+times the norm of the tensor; and, for few elements, the relative error of all small tensors.
 """
 
 import math

@@ -17,12 +17,11 @@ and the equations between them:
     SHARDED ---------------> UNSHARDED -------------------> SHARDED
 
 Under zero3, and where parameters rest in host memory, `full` has memory only while UNSHARDED. On
-the host `shard` is updated in place; `begin_unshard` copies it into its block of `full`, on the
-device, and gathers the other blocks. On a disk `shard` is the map of a file, which training never
-touches: `begin_unshard` begins to read it, and `unshard` gathers the other blocks when it is there.
+the host `shard` is updated in place; `begin_unshard` copies it into its block of `full` and gathers
+the others. On a disk `shard` is the map of a file: `begin_unshard` begins to read it, and `unshard`
+gathers the other blocks when it is there.
 
-The moves are the row's (core/zero.py): `begin_unshard` carries out `fetch` and `gather`, `grads`
-(flat_gradient.py) those of the gradients, and the optimizer `publish`.
+The moves are the row's (core/zero.py): `fetch` and `gather` here, others in flat_gradient.py.
 
 A program may write to parameters: in place, or by `p.data = ...`. `take_assigned` takes over what
 was assigned before p.data is set again, and `keep_writes` copies what a forward pass has written to
@@ -30,10 +29,8 @@ was assigned before p.data is set again, and `keep_writes` copies what a forward
 
 `full` keeps one storage (its size goes to 0 and back), because autograd remembers views of it
 between forward and backward; where weights have several versions at once, each has its own
-(`renew`). With n = 1 every block is the whole: nothing is gathered, and p.data keeps its shape.
-Only on the host it is then in another memory while SHARDED. The same holds with a dtype for
-computation: `shard` has the parameters' own dtype; `begin_unshard` casts this rank's block to that
-of `full`, and gathers it.
+(`renew`). With n = 1 nothing is gathered, and p.data keeps its shape. With a dtype for computation
+`shard` has the parameters' own dtype; `begin_unshard` casts this rank's block to that of `full`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
