@@ -224,18 +224,13 @@ def Optim(  # noqa: N802
     return OptimizerSpec(kind, options, groups or {}, elementwise, rest)
 
 
-class TorchOptions(TypedDict, total=False):
-    """Options that torch's own classes share."""
+class AdamOptions(TypedDict, total=False):
+    """The options of torch's AdamW and Adam."""
 
     lr: float | Tensor
     weight_decay: float
     maximize: bool
     foreach: bool | None
-
-
-class AdamOptions(TorchOptions, total=False):
-    """The options of torch's AdamW and Adam."""
-
     betas: tuple[float | Tensor, float | Tensor]
     eps: float
     amsgrad: bool
@@ -244,9 +239,13 @@ class AdamOptions(TorchOptions, total=False):
     fused: bool | None
 
 
-class SGDOptions(TorchOptions, total=False):
+class SGDOptions(TypedDict, total=False):
     """The options of torch's SGD."""
 
+    lr: float | Tensor
+    weight_decay: float
+    maximize: bool
+    foreach: bool | None
     momentum: float
     dampening: float
     nesterov: bool
@@ -262,9 +261,13 @@ class LionOptions(TypedDict, total=False):
     weight_decay: float
 
 
-class AdafactorOptions(TorchOptions, total=False):
+class AdafactorOptions(TypedDict, total=False):
     """The options of torch's Adafactor."""
 
+    lr: float | Tensor
+    weight_decay: float
+    maximize: bool
+    foreach: bool | None
     beta2_decay: float
     eps: tuple[float | None, float]
     d: float
