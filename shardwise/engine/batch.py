@@ -14,13 +14,14 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.tree import leaves, mapped, paths
+from shardwise.engine.precision import cast_inputs
 
 #: Rows of a stand-in: batch normalisation needs more than one.
 STAND_IN_ROWS = 2
@@ -250,9 +251,9 @@ def filled(batch: Any, count: Count | None = None) -> Any:
     return mapped(stand_in, batch, (Tensor, NoSamples), objects=True)
 
 
-def widened(batch: Any, dtype: torch.dtype | None) -> Any:
+def widened(batch: Any, dtype: torch.dtype | None, model: nn.Module) -> Any:
     """Convert the batch's floating-point tensors to `dtype` where it is wider; none is rounded.
-    Layers in a narrower dtype convert their inputs themselves (precision.py).
+    Layers of `model` in a narrower dtype cast their inputs themselves (precision.py).
     """
     if dtype is None:
         return batch
@@ -260,7 +261,10 @@ def widened(batch: Any, dtype: torch.dtype | None) -> Any:
     def wide(x: Tensor) -> Tensor:
         if not x.is_floating_point() or x.dtype == dtype:
             return x
-        return x.to(dtype) if torch.promote_types(x.dtype, dtype) == dtype else x
+        if torch.promote_types(x.dtype, dtype) == dtype:
+            return x.to(dtype)
+        cast_inputs(model, dtype)
+        return x
 
     return mapped(wide, batch, Tensor, objects=True)
 

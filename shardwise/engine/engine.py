@@ -116,7 +116,7 @@ class Engine:
             part = each.enter(part, model, own)
         self.data.computes_loss = torch.is_grad_enabled()
         with hint.shapes(self.plan):
-            return self.training.loss(model, shares.widened(own, self.dtype))
+            return self.training.loss(model, shares.widened(own, self.dtype, model))
 
     __call__, __getattr__ = hint.no_call, hint.no_attribute
 

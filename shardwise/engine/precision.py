@@ -4,7 +4,8 @@
     parameters        have the dtype, except those of norms with running statistics, which need
                       fp32 (torch refuses them in 16 bits)
     inputs of layers  are cast to the dtype of the layer's parameters: of modules of torch.nn, of
-                      modules without others inside, and of modules with a matrix of their own
+                      modules without others inside, and of modules with a matrix of their own;
+                      under fp32 where parameters were cast, or a batch has wider floats
     buffers           keep their dtype; under fp64 they are widened
 
 So time steps and coordinates are rounded only where a layer takes them.  What the code computes

@@ -153,7 +153,7 @@ def _call(
     rows: Any,
 ) -> Tensor:
     context.enter(rows)
-    return objective(model, widened(rows, dtype))
+    return objective(model, widened(rows, dtype, model))
 
 
 def _recorders(

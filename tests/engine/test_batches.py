@@ -133,10 +133,11 @@ def test_a_stand_in_has_the_shape_of_what_it_stands_for():
     whole = torch.ones(3)
     assert filled(whole) is whole
     assert filled("text") == "text"
-    wide = widened(batch, torch.float64)
+    model = nn.Linear(4, 4)
+    wide = widened(batch, torch.float64, model)
     assert wide["b"].dtype == torch.float64 and wide["a"].dtype == torch.int64
-    assert widened(batch, torch.bfloat16)["b"] is batch["b"]
-    assert widened(batch, None) is batch
+    assert widened(batch, torch.bfloat16, model)["b"] is batch["b"]
+    assert widened(batch, None, model) is batch
     found = on_device({"x": [torch.ones(2)], "name": "a"}, torch.device("meta"))
     assert found["x"][0].is_meta and found["name"] == "a"
 

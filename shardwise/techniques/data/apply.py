@@ -18,7 +18,7 @@ from shardwise.core.tools.structure import plain_key, uncompiled
 from shardwise.core.zero import Row
 from shardwise.engine.checks import validate
 from shardwise.engine.default_fill import fill_part
-from shardwise.engine.precision import cast_inputs, param_dtypes
+from shardwise.engine.precision import HALF, cast_inputs, param_dtypes
 from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.observe.meta_buffers import materialise
 from shardwise.techniques.data.buffers import Buffers
@@ -301,6 +301,9 @@ def cast_whole(
 
 
 def cast_params(model: nn.Module, dtype: torch.dtype) -> None:
+    casts = dtype in HALF
     for p, own in param_dtypes(model, dtype):
+        casts |= p.dtype is not own
         p.data = p.data.to(own)
-    cast_inputs(model, dtype)
+    if casts:
+        cast_inputs(model, dtype)

@@ -230,8 +230,6 @@ class Data:
     def begin_forward(self) -> None:
         """Begin a forward pass of the root; of an engine, also of modules that its loss calls."""
         self.begun = not self.pace.by_hand
-        # without a gradient, values lent by torch.func.functional_call do no harm
-        self.structure.require_unchanged(lent=() if torch.is_grad_enabled() else (Tensor,))
         self.units.take_assigned()
         self.consensus.phase("forward")
         self.order.begin_forward(recorded=torch.is_grad_enabled())
@@ -250,6 +248,8 @@ class Data:
         if self.records and self.pace.by_hand:
             self.consensus.see_inputs((args, kwargs))
         if not self.begun:
+            # without a gradient, values lent by torch.func.functional_call do no harm
+            self.structure.require_unchanged(lent=() if torch.is_grad_enabled() else (Tensor,))
             self.begin_forward()
         self.begun = False
         if self.pace.by_hand and self.begins and module.training and torch.is_grad_enabled():

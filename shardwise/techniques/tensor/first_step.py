@@ -106,7 +106,8 @@ def _losses(engine: Engine, given: Plain, batch: Any) -> tuple[tuple[float, floa
         share = split(batch, engine.microbatches, count=engine.rows)[0]
         if not is_empty(share, engine.rows):
             share = on_device(share, world.device)
-            share = widened(share, dtype)
+            for each in (plain, sharded):
+                share = widened(share, dtype, each)
             alone = partial(_loss, engine, plain, nowhere(), share)
             with rounding, hint.sharded(engine.plan, alone):
                 second = _loss_of_all(engine, sharded, tensors, share)
