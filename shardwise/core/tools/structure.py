@@ -1,8 +1,8 @@
 """What must not change in a wrapped model, and functions that torch.compile must not compile.
 
 A module or parameter that is added or replaced after wrapping has no hooks and is in no flat
-parameter: every rank would train its own.  The check before each forward compares the identities of
-all entries in one pass, some 30 microseconds for 200 modules.
+parameter: every rank would train its own.  The check before each step, or each forward of a loop,
+compares the identities of all entries in one pass: a fifth of a millisecond for 300 modules.
 
 Gathering, freeing and reducing change the storage of parameters and wait for other ranks.  They run
 between two compiled graphs, whose inputs are the gathered parameters.  `torch.compiler.disable`
