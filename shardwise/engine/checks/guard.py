@@ -48,7 +48,7 @@ class Guard:
     ) -> None:
         self.world, self.axis, self.by_norm, self.skip = world, axis, by_norm, skip
         self.order = {name: place for place, name in enumerate(names)}
-        self.made: list[Tensor] = []  # for each unit of this step: 0 if finite, else NaN
+        self.made: list[Tensor] = []  # for each unit of this step: not finite if a gradient is not
         self.first = ""  # the first parameter with a non-finite gradient in a skipped update
         self.skips = 0  # skipped updates in a row
 
@@ -69,14 +69,14 @@ class Guard:
             v for v, filled in zip(flat.grads.grad_views, flat.grads.filled, strict=True) if filled
         ]
         for part in [flat.grads.grad] if len(views) == len(flat.params) else views:
-            self.made.append(0 * _sum(part))
+            self.made.append(_sum(part))
 
     def reported_loss(self, summed: Tensor) -> Tensor:
         """The loss (times tokens) to exchange: NaN if this rank's gradients are not finite."""
         return (
             summed
             if self.by_norm or not self.made
-            else summed + torch.stack(self.made).sum().to(summed)
+            else summed + 0 * torch.stack(self.made).sum().to(summed)
         )
 
     def over_tensors(self, loss: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:

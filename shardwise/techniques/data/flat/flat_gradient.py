@@ -111,14 +111,18 @@ class FlatGradient:
     @torch.no_grad()
     def take(self) -> None:
         """Copy what was collected to `grad`, times `scale`, or add it to what is there."""
+        if not self.lot:
+            return
+        if self.grad is None:
+            self.begin()
         lot, self.lot, self.lot_bytes = self.lot, [], 0
         new: tuple[list[Tensor], list[Tensor]] = ([], [])
         more: tuple[list[Tensor], list[Tensor]] = ([], [])
         for index, gradient in lot:
-            view, filled = self._fill(index)
-            to, of = more if filled else new
-            to.append(view)
+            to, of = more if self.filled[index] else new
+            to.append(self.grad_views[index])
             of.append(gradient)
+            self.filled[index] = True
         if new[0]:
             torch._foreach_copy_(*new)  # pyright: ignore[reportPrivateImportUsage]
             if self.scale != 1.0:
@@ -130,10 +134,11 @@ class FlatGradient:
         """Add left^T right, of left [N, out] and right [N, in], to the gradient of a weight."""
         if any(index == other for other, _ in self.lot):
             self.take()
-        view, filled = self._fill(index)
-        torch.addmm(
-            view, left.t(), right, beta=float(filled), alpha=self.scale, out=view
-        )  # beta 0: not read
+        if self.grad is None:
+            self.begin()
+        view, beta = self.grad_views[index], float(self.filled[index])  # 0: not read
+        torch.addmm(view, left.t(), right, beta=beta, alpha=self.scale, out=view)
+        self.filled[index] = self.has_grad[index] = True
 
     def show(self) -> None:
         """Put what this rank has accumulated on each parameter with the user's own hooks.
@@ -154,14 +159,6 @@ class FlatGradient:
             self.collect(i)
         self.take()
         self.shown = [False] * len(self.params)
-
-    def _fill(self, index: int) -> tuple[Tensor, bool]:
-        """The place for a gradient, and whether it holds something."""
-        if self.grad is None:
-            self.begin()
-        filled = self.filled[index]
-        self.filled[index] = self.has_grad[index] = True
-        return self.grad_views[index], filled
 
     def begin(self) -> None:
         """Make room for gradients in the layout of the whole flat parameter."""
