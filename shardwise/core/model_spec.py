@@ -234,6 +234,7 @@ class ModelPass(NamedTuple):
     losses   the cross-entropies of logits sharded over tensor ranks
     joins    logits that are gathered; they are `trained` if backward gathers them
     saves    the numbers of calls after which autograd saved a tensor
+    reads    the parameters that operations read, with the number of calls before each
     moves    what layers of experts send
     rows     the `RowGather` of layers with a mesh of their own, and what `cp` sends
              (context/positions.py)
@@ -251,6 +252,7 @@ class ModelPass(NamedTuple):
     rows: tuple[Any, ...] = ()
     note: str = ""
     unused: frozenset[str] = frozenset()
+    reads: tuple[tuple[int, str], ...] = ()
 
 
 @dataclass(frozen=True)

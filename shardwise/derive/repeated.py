@@ -102,10 +102,10 @@ def repeated(
 
 def _pass(first: ModelPass, second: ModelPass, times: int, split: re.Pattern[str]) -> ModelPass:
     """The pass with `times` blocks more than the second, which has one more than the first."""
-    calls, rows, moves = (
-        _continued(getattr(first, name), getattr(second, name), times, split)
-        for name in ("calls", "rows", "moves")
-    )
+    lists = {
+        name: _continued(getattr(first, name), getattr(second, name), times, split)
+        for name in ("calls", "rows", "moves", "reads")
+    }
     values = _inserted(first.values, second.values, times)
     steps = [[b - a for a, b in pairwise((0, *each.saves))] for each in (first, second)]
     tape = second.tape._replace(
@@ -119,9 +119,7 @@ def _pass(first: ModelPass, second: ModelPass, times: int, split: re.Pattern[str
         raise NotLinearError
     more, most = steps
     saves = tuple(accumulate(_inserted(more, most, times)))
-    return second._replace(
-        calls=calls, values=values, tape=tape, saves=saves, moves=moves, rows=rows
-    )
+    return second._replace(values=values, tape=tape, saves=saves, **lists)
 
 
 def _continued(

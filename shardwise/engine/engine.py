@@ -114,7 +114,7 @@ class Engine:
         own = part if own is None else own
         for each in reversed(self.sharded.applied):
             part = each.enter(part, model, own)
-        self.data.computes_loss = torch.is_grad_enabled()
+        self.data.computes_loss = True
         with hint.shapes(self.plan):
             return self.training.loss(model, shares.widened(own, self.dtype, model))
 
@@ -339,6 +339,7 @@ class Engine:
             for each in self.sharded.applied:
                 each.end(trains=False)
             own.put_back()
+            self.data.computes_loss = False
 
     def wait(self) -> None:
         self.data.units.wait()

@@ -142,9 +142,11 @@ def _recorded(
         loss = call(model, batch)
         if loss.requires_grad:
             loss.sum().backward()
+    names = {id(p): name for name, p in model.named_parameters()}
     unused = {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None}
     model.zero_grad()
-    return record.done()._replace(unused=frozenset(unused))
+    reads = tuple((calls, names[key]) for calls, key in record.reads if key in names)
+    return record.done()._replace(unused=frozenset(unused), reads=reads)
 
 
 class _Record:
@@ -164,6 +166,8 @@ class _Record:
         self.moves: list[LayerMove] = []
         self.rows: list[Any] = []
         self.saves: set[int] = set()  # the number of calls so far, at each save of autograd
+        self.reads: dict[tuple[int, int], None] = {}  # the same, at each use of a tensor
+        self.given: set[int] = set()  # what a module returned: its unit stays, or it is a copy
         self.rank = 0  # on the axis over which logits are sharded
 
     @contextmanager
@@ -209,6 +213,8 @@ class _Record:
         if in_backward():
             self.work.operation(func, (args, kwargs), out, self.graded, backward=True)
             return
+        read = (id(x) for x in work.call_tensors((args, kwargs)) if id(x) not in self.given)
+        self.reads |= {(len(self.calls), x): None for x in read}
         module, before = self.inside[-1], len(self.tape.products)
         self.tape.operation(module, func, args, kwargs, out)
         product = before if len(self.tape.products) > before else -1
@@ -256,6 +262,7 @@ class _Record:
     def _end(self, name: str, _: nn.Module, __: Any, out: Any) -> None:
         self.inside.pop()
         self.begun.pop()
+        self.given |= {id(x) for x in tensors_in(out)}
         if not in_backward():
             self.tape.give(name, tensors_in(out))
         self.calls.append(Call(name, False, self._values(out, name), in_backward()))

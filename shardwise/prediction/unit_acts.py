@@ -8,7 +8,7 @@ The machine that hooks ask in a run decides them here too (core/unit_order.py). 
 that is gathered sends nothing. (FSDP, arXiv 2304.11277, section 3.)
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -38,6 +38,7 @@ class UnitActs:
     """What the acts of `order` leave on the device.
 
     gathered   the units that are gathered
+    opened     those that stay so until the pass ends: read outside of the calls that gather them
     filling    the units whose gradients backward is computing
     reducing   the units whose gradients are being reduced
     leaving    the units whose gradients are reduced, and leave the device for the update
@@ -50,6 +51,7 @@ class UnitActs:
     def __init__(self, order: UnitOrder) -> None:
         self.order, self.units, self.phase = order, order.units, "forward"
         self.gathered, self.filling, self.leaving = set[int](), set[int](), set[int]()
+        self.opened = set[int]()
         self.reducing: list[int] = []  # twice if the sum of the previous microbatch still runs
         self.gathers = Counter[tuple[int, str]]()
         self.now = 0  # the unit of the latest event
@@ -66,7 +68,8 @@ class UnitActs:
                 self.gathered.add(unit)
                 self.gathers[unit, self.phase] += 1
             elif kind in FREES:
-                self.gathered.discard(unit)
+                self.opened -= {unit} if kind == "close" else set()
+                self.gathered -= {unit} - self.opened
             elif kind == "reduce":
                 self.filling.discard(unit)
                 self.reducing.append(unit)
@@ -83,16 +86,22 @@ class UnitActs:
         modules: Sequence[UnitModules],
         calls: Iterable[Call],
         values: Sequence[Value],
+        reads: Iterable[tuple[int, int]] = (),
         *,
         recorded: bool = True,
     ) -> list[Returned]:
         """Feed the calls of a forward pass; returns what its backward pass goes through.
-        In an evaluation it is not `recorded` by autograd.
+        `reads`: the number of calls before the use of a unit's parameters.  In an evaluation the
+        pass is not `recorded` by autograd, and ends when the root returns.
         """
         numbers = {name: n for n, unit in enumerate(modules) for name in unit.modules}
         calls, found, begun, silent = [*calls], list[Returned](), set[int](), set[int]()
         again = {call.module for call in calls if call.recomputed}
-        for call in calls:
+        uses = deque(sorted(reads))
+        for number, call in enumerate(calls):
+            self.read(uses, number)
+            if not (call.module or call.begins or recorded):
+                self.do([Act("close", unit) for unit in [*self.opened]])
             unit = None if call.recomputed else numbers.get(call.module)
             if unit is None:
                 continue
@@ -116,7 +125,16 @@ class UnitActs:
                 self.do(self.order.returned(unit, ends=ends, recorded=taped, graded=graded))
             elif any(values[value].trained for value in call.values):
                 found.append(Returned(unit, CallPlace([], 0)))
+        self.read(uses, len(calls))
         return found
+
+    def read(self, uses: deque[tuple[int, int]], number: int) -> None:
+        """Gather units whose parameters are used after so many calls, if they are not."""
+        while uses and uses[0][0] <= number:
+            _, unit = uses.popleft()
+            if self.units[unit].reshards and unit not in self.gathered:
+                self.opened.add(unit)
+                self.do([Act("wait", unit)])
 
     def backward(self, passed: Sequence[Returned]) -> None:
         """Feed the backward pass of such a forward pass."""
@@ -140,7 +158,8 @@ class UnitActs:
         """Feed the passes of a microbatch without a schedule; `sync`: it is the last of a step."""
         self.phase = "forward"
         self.order.begin_forward(recorded=True)
-        passed = self.forward(spec.modules, spec.run.calls, spec.run.values)
+        run = spec.run
+        passed = self.forward(spec.modules, run.calls, run.values, reads_of(spec))
         self.phase = "backward"
         self.do(self.order.begin_backward(sync=sync))
         self.backward(passed)
@@ -275,8 +294,15 @@ def gathers(plan: Plan, spec: ModelSpec, *, trains: bool = True) -> list[tuple[i
         acts.microbatch(spec)
     else:
         acts.order.begin_forward(recorded=False)
-        acts.forward(spec.modules, spec.run.calls, spec.run.values, recorded=False)
+        own = spec.run.calls, spec.run.values, reads_of(spec)
+        acts.forward(spec.modules, *own, recorded=False)
     return by_phase(acts)
+
+
+def reads_of(spec: ModelSpec) -> list[tuple[int, int]]:
+    """The units of the parameters that operations read, with the number of calls before."""
+    numbers = {p.name: n for n, unit in enumerate(spec.shape.units) for p in unit.params}
+    return [(calls, numbers[name]) for calls, name in spec.run.reads if name in numbers]
 
 
 def by_phase(acts: UnitActs) -> list[tuple[int, int]]:

@@ -93,7 +93,9 @@ class Wide(nn.Module):
 
 
 class Kinks(nn.Module):
-    """Layers between which the model's own forward clips; it returns a parameter beside."""
+    """Layers between which the model's own forward clips; it returns a parameter beside, and
+    multiplies by the first layer's weight once more.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +104,8 @@ class Kinks(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         first, second, third = self.layers
-        return third(second(first(x).relu()).relu()), self.log_variance
+        y = third(second(first(x).relu()).relu())
+        return functional.linear(y, first.get_parameter("weight")), self.log_variance
 
 
 class Fused(nn.Module):
@@ -146,7 +149,8 @@ def error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def likelihood(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     out, log_variance = model(batch[0])
-    return (functional.mse_loss(out, batch[1]) / log_variance.exp() + log_variance).sum()
+    decay = sum(p.square().sum() for p in model.get_submodule("layers").parameters())
+    return (functional.mse_loss(out, batch[1]) / log_variance.exp() + log_variance + decay).sum()
 
 
 def squared(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

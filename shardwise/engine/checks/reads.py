@@ -233,8 +233,10 @@ class _Reads:
             return
         # a loss is computed, or a forward pass of training updates weights under no_grad
         full = data.records if data.in_root else data.computes_loss
+        if data.in_root or data.pace.by_hand:  # an engine computes no loss but its own
+            full &= torch.is_grad_enabled() != data.in_root
         for unit in units:
-            if full and torch.is_grad_enabled() != data.in_root:
+            if full:
                 data.open(unit)
             elif unit.opened and not unit.recorded:
                 unit.close()
