@@ -19,6 +19,7 @@ from torch import Tensor
 from shardwise.comm.tiers.host_memory import HostNumbers
 from shardwise.core.errors import NonFiniteError
 from shardwise.engine.checks import validate
+from shardwise.engine.optimizer.optimizer import Factor
 from shardwise.techniques.data.same_on_ranks import SameOnRanks
 from shardwise.techniques.data.units import Unit
 
@@ -144,10 +145,7 @@ def update_or_skip(
             engine.data.units.begin_unshard()
             engine.data.in_step = False
         raise error
-    if result.norm is not None:
-        updates.by_norm(result.norm, result.correction)
-    else:
-        updates.early(arriving, result.correction)
+    updates.update(arriving, Factor(result.correction), result.norm)
     engine.guard.passed()
 
 

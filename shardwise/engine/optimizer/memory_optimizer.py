@@ -24,12 +24,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.tiers.tiers import Tiers, begin_copy
-from shardwise.engine.optimizer.optimizer import (
-    Factor,
-    Member,
-    OnDevice,
-    ShardedOptimizer,
-)
+from shardwise.engine.optimizer.optimizer import Factor, Member, ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.optimizer.optimizer_state import device_of
 from shardwise.engine.optimizer.runs import Runs
@@ -68,9 +63,8 @@ class MemoryOptimizer(ShardedOptimizer):
         return self.tiers.empty(copied.numel(), torch.float32).copy_(copied)
 
     def begin_update(self, chosen: Sequence[int], factor: Factor) -> Callable[[], None]:
-        scale, skips = factor if isinstance(factor, OnDevice) else (factor, None)
-        gradients = {k: self._gradient(k, scale) for k in chosen}
-        return partial(self._update, gradients, scale, skips)
+        gradients = {k: self._gradient(k, factor.value) for k in chosen}
+        return partial(self._update, gradients, *factor)
 
     def _gradient(self, k: int, scale: Tensor | float) -> Gradient:
         """The gradient, and which parameters have one; with 32 bits or more it is scaled here."""

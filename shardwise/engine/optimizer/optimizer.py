@@ -41,15 +41,11 @@ Owned = tuple[str, Flat | None, Tensor]
 Member = tuple[int, nn.Parameter]
 
 
-class OnDevice(NamedTuple):
-    """A factor that the host may not know; `skips` is 1.0 to update nothing, else 0.0."""
+class Factor(NamedTuple):
+    """What gradients are multiplied by; on the device, `skips` is 1.0 to update nothing."""
 
-    factor: Tensor | float
-    skips: Tensor
-
-
-#: What gradients are multiplied by.
-Factor = float | OnDevice
+    value: Tensor | float
+    skips: Tensor | None = None
 
 
 @contextmanager
@@ -170,7 +166,7 @@ class ShardedOptimizer(Optimizer, ABC):
         for hook in [*self._optimizer_step_post_hooks.values()]:
             hook(self, (), {})
 
-    def update(self, flats: Sequence[Flat], factor: Factor = 1.0) -> None:
+    def update(self, flats: Sequence[Flat], factor: Factor) -> None:
         self.follow(flats)  # not all: others may be becoming pieces in the main thread
         self.torch.param_groups = self.param_groups
         self._begin(flats, factor)()
@@ -189,7 +185,7 @@ class ShardedOptimizer(Optimizer, ABC):
         return update
 
     def _begin(self, flats: Sequence[Flat], factor: Factor) -> Callable[[], None]:
-        self.factor = factor.factor if isinstance(factor, OnDevice) else factor
+        self.factor = factor.value
         self._opt_called = True  # torch's schedulers check that
         return self.begin_update(self._chosen(flats), factor)
 

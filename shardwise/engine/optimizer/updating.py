@@ -1,7 +1,7 @@
 """The update of a step: unit by unit as gradients arrive, all at once, or none.
 
-early       without clipping: each unit as soon as its gradients are summed
-by_norm     with clipping or fp16: all units, after the norm of all gradients is known
+update      without clipping each unit as soon as its gradients are summed; with clipping or fp16
+            all units, after the norm of all gradients is known
 leave_out   gradients are not finite: dropped; weights and optimizer state stay (guard.py)
 
 An updater decides where: on this thread, on a thread of the host, or beside the next step.
@@ -45,7 +45,7 @@ from shardwise.core.reduce_order import EARLY_BYTES
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.memory_optimizer import MemoryOptimizer
 from shardwise.engine.optimizer.norm import LossScale
-from shardwise.engine.optimizer.optimizer import Factor, OnDevice, ShardedOptimizer
+from shardwise.engine.optimizer.optimizer import Factor, ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.step_end import PendingResult
 from shardwise.techniques.data.flat.flat_parameter import Flat
@@ -213,7 +213,7 @@ def pieces(flats: Iterable[Flat], least_bytes: float) -> Iterator[list[Flat]]:
 class _Inline(Executor):
     """Runs what is submitted at once: modes of a dry run belong to its thread."""
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    def submit(self, fn: Callable[..., Any], /, *args: object, **kwargs: object) -> Future[Any]:
         done = Future[Any]()
         done.set_result(fn(*args, **kwargs))
         return done
@@ -284,12 +284,22 @@ class Updates:
         in_place = isinstance(updater, InPlace) and not updater.together
         return in_place and not self.scale.on and self.optimizer.skips_on_device
 
-    def early(self, arriving: Iterable[Unit], correction: Factor) -> None:
-        """Update units as soon as their gradients are summed, while other sums are under way.
+    def update(
+        self, arriving: Iterable[Unit], factor: Factor, norm: Tensor | float | None = None
+    ) -> None:
+        """Update units as soon as their gradients are summed, while other sums are under way; with
+        the norm of all gradients, all at once, scaled by it.
 
         Small units are updated together: the overhead of a call exceeds its work on few elements.
         """
-        self._update(self._parts(arriving, self.early_bytes or EARLY_BYTES), correction)
+        parts = self._parts(arriving, self.early_bytes or EARLY_BYTES)
+        if norm is not None:
+            parts = self._parts(self.data.units.order, math.inf)
+            factor = factor._replace(value=self.shrink(norm) * factor.value)
+        with nullcontext() if self.updater.by_schedule else self.optimizer.step_hooks():
+            self.updater.update(parts, factor, self.early_bytes or MOST_BYTES)
+        self.optimizer.note()
+        self.scale.update(overflow=False)
 
     def without_wait(
         self, unread: PendingResult, numbers: Tensor, alone: float | None, arriving: Iterable[Unit]
@@ -307,11 +317,8 @@ class Updates:
         squares = numbers[-2]
         correction = over / (tokens.clamp(min=1) * parts) if alone is None else 1 / alone
         finite = torch.stack([loss, squares]).isfinite().all()
-        factor = OnDevice(correction, finite.logical_not().float())
-        if unread.by_norm:
-            self.by_norm(squares.sqrt() * correction, factor)
-        else:
-            self.early(arriving, factor)
+        norm = squares.sqrt() * correction if unread.by_norm else None
+        self.update(arriving, Factor(correction, finite.logical_not().float()), norm)
 
     def squares(self, number: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of squares of all ranks' gradients [1], loss scale included: a double.
@@ -330,16 +337,6 @@ class Updates:
                     squared, number = total[:1], total[1:] if len(beside) else number
                 found.append(squared)
             return self.over_stages(torch.stack(found).sum(0)), number
-
-    def by_norm(self, norm: Tensor | float, correction: Factor) -> None:
-        """Update all units at once, scaled by the norm of all gradients."""
-        parts = self._parts(self.data.units.order, math.inf)
-        shrink = self.shrink(norm)
-        if isinstance(correction, OnDevice):
-            self._update(parts, OnDevice(shrink * correction.factor, correction.skips))
-        else:
-            self._update(parts, shrink * correction)
-        self.scale.update(overflow=False)
 
     def shrink(self, norm: Any) -> Any:
         """The factor that bounds gradients of this norm (Pascanu et al., arXiv 1211.5063)."""
@@ -360,12 +357,6 @@ class Updates:
                 part = []
         if part:
             yield part
-
-    def _update(self, parts: Iterable[Sequence[Flat]], factor: Factor) -> None:
-        hooks = nullcontext() if self.updater.by_schedule else self.optimizer.step_hooks()
-        with hooks:
-            self.updater.update(parts, factor, self.early_bytes or MOST_BYTES)
-        self.optimizer.note()
 
     def leave_out(self, step: int, summed: Tensor, norm: float | None) -> NonFiniteError | None:
         """End a step without its update. Returns the error to raise if it must not be skipped.

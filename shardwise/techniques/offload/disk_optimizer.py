@@ -139,11 +139,11 @@ class DiskOptimizer(ShardedOptimizer):
     # --- the update ---------------------------------------------------------------------------
 
     def begin_update(self, chosen: Sequence[int], factor: Factor) -> Callable[[], None]:
-        return partial(self._update, chosen, factor)
+        assert isinstance(factor.value, float), "an update on a disk waits for its factor"
+        return partial(self._update, chosen, factor.value)
 
     @torch.no_grad()
-    def _update(self, chosen: Sequence[int], factor: Factor) -> None:
-        assert isinstance(factor, float), "an update on a disk waits for its factor"
+    def _update(self, chosen: Sequence[int], factor: float) -> None:
         self._unmap()
         jobs = [
             ChunkRead(k, chunk, (self.gradients[k], self.wholes[k], *self.streamed[k].values()))

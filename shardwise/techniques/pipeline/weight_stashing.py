@@ -31,7 +31,7 @@ from shardwise.core.errors import InputError, bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.schedule.schedule import COMPUTE_OPS, Schedule
 from shardwise.engine.checks.guard import Guard
-from shardwise.engine.optimizer.optimizer import Factor, OnDevice, ShardedOptimizer
+from shardwise.engine.optimizer.optimizer import Factor, ShardedOptimizer
 from shardwise.engine.optimizer.updating import Updater
 from shardwise.engine.options import EngineOptions
 from shardwise.techniques.data.flat.flat_parameter import Flat
@@ -140,7 +140,7 @@ class Stale(Updater):
             self._show(stage, self._newest(stage))
             del self.kept[stage][version]
 
-    def update(self, parts: Iterable[Sequence[Flat]], factor: float, most_bytes: int) -> None:
+    def update(self, parts: Iterable[Sequence[Flat]], factor: Factor, most_bytes: int) -> None:
         """Keep the last factor as a number: `update_stage` has updated all."""
         if isinstance(last := self.optimizer.factor, Tensor):
             (self.optimizer.factor,) = HostNumbers(last.view(1)).read()
@@ -171,7 +171,7 @@ class Stale(Updater):
         params = tuple(p for flat in flats for p in flat.params)
         for unit in self.units.units[stage]:
             unit.to_sharded()
-        if isinstance(factor, OnDevice) or not spoilt.item():
+        if factor.skips is not None or not spoilt.item():
             with self.optimizer.step_hooks(), _uncounted(params):
                 self.optimizer.update(flats, factor)
         self.guard.spoil(spoilt, flats)
@@ -198,8 +198,8 @@ class Stale(Updater):
             flat.grads.used = [next(flags) > 0 for _ in flat.grads.used]
         divisor = torch.where(number == 0, 1.0, number)
         if on_device:
-            return OnDevice(1 / divisor.squeeze(), (spoilt > 0).float().squeeze()), spoilt
-        return 1 / divisor.item(), spoilt
+            return Factor(1 / divisor.squeeze(), (spoilt > 0).float().squeeze()), spoilt
+        return Factor(1 / divisor.item()), spoilt
 
     def _show(self, stage: int, version: int) -> None:
         if self.shown[stage] != version:

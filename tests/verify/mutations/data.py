@@ -16,7 +16,7 @@ from shardwise.engine.one_stage import OneStage
 from shardwise.engine.optimizer import memory_optimizer, updating
 from shardwise.engine.optimizer.memory_optimizer import MemoryOptimizer
 from shardwise.engine.optimizer.norm import LossScale, LossWeights
-from shardwise.engine.optimizer.optimizer import Factor, OnDevice, ShardedOptimizer
+from shardwise.engine.optimizer.optimizer import Factor, ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.optimizer.updating import Updates
 from shardwise.techniques.data.buffers import Buffers
@@ -96,16 +96,18 @@ def truncated(master: Any) -> Any:
 ROWS |= {
     # --- the optimizer ----------------------------------------------------------------------------
     "gradients 1.0001 times as large [dp2 zero1]": around(
-        ShardedOptimizer, "update", lambda real, o, flats, f=1.0: real(o, flats, times(f, 1.0001))
+        ShardedOptimizer, "update", lambda real, o, flats, f: real(o, flats, times(f, 1.0001))
     ),
     "weight decay dropped [dp2]": options(weight_decay=0.0),
     "other betas [dp2 zero2]": options(betas=(0.9, 0.999)),
     "another epsilon [dp2 zero3]": options(eps=1e-8),
     "clipping at half [dp2 zero2]": arguments(
-        Updates, "by_norm", lambda u, *of: (replace(u, clip=u.clip / 2), *of)
+        Updates, "update", lambda u, *of: (replace(u, clip=u.clip and u.clip / 2), *of)
     ),
     "an update made twice [dp2 zero3]": around(
-        ShardedOptimizer, "update", lambda real, o, f, *of: [real(o, f, *of), real(o, f, 1.0)]
+        ShardedOptimizer,
+        "update",
+        lambda real, o, f, *of: [real(o, f, *of), real(o, f, Factor(1.0))],
     ),
     "steps are counted double [dp2 zero1]": after(ShardedOptimizer, "update", counted_again),
     "a frozen parameter trained [dp2] error": before(
@@ -132,7 +134,7 @@ ROWS |= {
     "a token too many on a rank [dp2 zero2]": counting(lambda n, engine: n + engine.data_rank % 2),
     "a rank without rows counts one [dp2 zero2]": counting(lambda count, _: max(1, count)),
     "not divided by the tokens [dp2 zero3]": arguments(
-        Updates, "by_norm", lambda updates, norm, _: (updates, norm, 1.0)
+        Updates, "update", lambda u, units, _, norm: (u, units, Factor(1.0), norm)
     ),
     "every microbatch weighs the same [dp2]": instead(
         LossWeights, "of", lambda weights, *_: weights.totals.new_ones(())
@@ -151,7 +153,7 @@ ROWS |= {
     "a buffer not sent [dp2 zero1] bytes": drop(Buffers, "refresh"),
     # --- precision --------------------------------------------------------------------------------
     "the loss scale left in [dp2 zero1 fp16 of gpt]": arguments(
-        Updates, "by_norm", lambda u, norm, factor: (u, norm, factor * u.scale.value)
+        Updates, "update", lambda u, units, f, norm: (u, units, times(f, u.scale.value), norm)
     ),
     "unscaled in 16 bits [dp2 zero1 fp16 of gpt]": instead(
         memory_optimizer, "_in_32_bits", lambda gradient, factor: (gradient * factor).float()
@@ -175,9 +177,7 @@ def the_last_units_not_updated(real, updates: Updates, units: Any, least_bytes: 
 
 def times(factor: Factor, by: float) -> Factor:
     """A factor of gradients times a number."""
-    if isinstance(factor, OnDevice):
-        return factor._replace(factor=factor.factor * by)
-    return factor * by
+    return factor._replace(value=factor.value * by)
 
 
 @ROWS.around("dp2 zero3", ShardedOptimizer, "update")
@@ -292,7 +292,7 @@ def an_overflow_not_skipped_by_one_rank(real, updates: Updates, *args: Any) -> A
     """Rank 1 updates from gradients that are not finite."""
     if updates.guard.world.rank == 1:
         updates.data.units.to_sharded()
-        updates.optimizer.update(updates.optimizer.flats, 1.0)
+        updates.optimizer.update(updates.optimizer.flats, Factor(1.0))
     return real(updates, *args)
 
 

@@ -111,11 +111,9 @@ class FlatGradient:
     @torch.no_grad()
     def take(self) -> None:
         """Copy what was collected to `grad`, times `scale`, or add it to what is there."""
-        if not self.lot:
-            return
-        if self.grad is None:
-            self.begin()
         lot, self.lot, self.lot_bytes = self.lot, [], 0
+        if lot and self.grad is None:
+            self.begin()
         new: tuple[list[Tensor], list[Tensor]] = ([], [])
         more: tuple[list[Tensor], list[Tensor]] = ([], [])
         for index, gradient in lot:
