@@ -147,7 +147,7 @@ class Pieces(StorageReader):
         return self.opened.metadata
 
     def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+        self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object
     ) -> None:
         """Nothing to do: the metadata are this reader's own."""
 

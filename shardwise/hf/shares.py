@@ -171,7 +171,7 @@ class DataRanks(Accelerator):
         """Whether a scheduler must wait, since the last step has not updated."""
         return self.skipped
 
-    def prepare_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+    def prepare_model(self, model: nn.Module, *_: object, **__: object) -> nn.Module:
         """Return the model unchanged: the engine has already sharded it."""
         self._models.append(model)
         return model

@@ -19,7 +19,7 @@ weight of the z-loss,
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 import torch
 from torch import Tensor
@@ -33,7 +33,17 @@ from shardwise.core.errors import bad
 from shardwise.core.layouts.uneven import Cut, even
 from shardwise.core.tools.arguments import is_number, short_repr
 
-#: The options of `cross_entropy`, with their defaults.
+
+class LossOptions(TypedDict):
+    """The options of `cross_entropy`."""
+
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    reduction: str
+
+
+#: Their defaults.
 OPTIONS: Final[dict[str, Any]] = {
     "ignore_index": -100,
     "label_smoothing": 0.0,

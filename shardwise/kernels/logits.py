@@ -19,14 +19,14 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise.core.errors import bad
-from shardwise.kernels.cross_entropy import OPTIONS, cross_entropy, reduced
+from shardwise.kernels.cross_entropy import OPTIONS, LossOptions, cross_entropy, reduced
 
 Rule = Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
 
@@ -39,7 +39,7 @@ class Columns(Protocol):
     copy      the columns of a copy of the logits, cast if asked
     join      all columns [..., V] of a shard, or for the input of tiles
     take      this rank's shard of joined columns; None: these are the memory of the logits
-    loss      the cross-entropy with all `OPTIONS`
+    loss      the cross-entropy
     """
 
     @property
@@ -49,7 +49,7 @@ class Columns(Protocol):
     def copy(self, dtype: torch.dtype | None, /) -> "Columns": ...
     def join(self, local: Tensor, /) -> Tensor: ...
     def take(self, full: Tensor, /) -> Tensor | None: ...
-    def loss(self, local: Tensor, targets: Tensor, /, **options: Any) -> Tensor: ...
+    def loss(self, local: Tensor, targets: Tensor, /, **_: Unpack[LossOptions]) -> Tensor: ...
 
 
 class LogitRows(NamedTuple):

@@ -171,9 +171,9 @@ def theory_of(
     chosen = build_options(trainable, plan, options or Options(), model)
     predictor = Predictor(model, plan, replace(chosen, clip=clip), rank=rank, ranks=plan.size)
 
-    def of(*args: Any, **how: Any) -> Prediction:
+    def of(batch: Any, *of_ranks: Any, whole: bool = False) -> Prediction:
         with BUILDING:  # a pass on the meta device restores the global generator
-            return predictor.of(*args, **how)
+            return predictor.of(batch, *of_ranks, whole=whole)
 
     return of
 

@@ -71,7 +71,7 @@ class DataParallel(nn.Module, Wrapper):
         self.register_load_state_dict_pre_hook(_with_prefix)
 
     @graph_break
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """The module's output for all rows, on the first device."""
         parts = scatter((args, kwargs), self.devices, self.dim)
         replicas = replicate(self.module, self.devices)

@@ -122,7 +122,7 @@ _WHY = (
 def graph_break(act: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `act` so that each call is a graph break and nothing in it is compiled."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         return act(*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable's mark

@@ -73,7 +73,7 @@ def no_attribute(engine: Any, name: str) -> Any:
     raise NoAttributeError(str(bad(f"engine.{name}", _ALLOWED, _INSTEAD[name])))
 
 
-def no_call(_: Any, *__: Any, **___: Any) -> Any:
+def no_call(_: Any, *__: object, **___: object) -> Any:
     instead = "engine.step(batch), or engine.evaluate(batch) for the loss without an update"
     raise bad("a call of an engine, as of a module", _ALLOWED, instead)
 

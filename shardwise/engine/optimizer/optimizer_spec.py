@@ -211,7 +211,7 @@ def Optim(  # noqa: N802
     *,
     elementwise: bool | None = None,
     rest: OptimizerSpec | None = None,
-    **options: Any,
+    **options: object,
 ) -> OptimizerSpec:
     """Any class of optimizer with its options: `Optim(torch.optim.RMSprop, lr=1e-3)`.
 

@@ -38,14 +38,14 @@ def applied(model: nn.Module, build: "Build") -> "PositionShards":
     if n > 1:
         open_ways(ring, [(rank, (rank + 1) % n) for rank in range(n)], world.device)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, *, of: Sequences, **how: Any) -> Tensor:
-        return attention(q, k, v, mask, **how, ring_axis=ring, ulysses_axis=ulysses, cut=of.cut)
+    axes = {"ring_axis": ring, "ulysses_axis": ulysses}
 
     def count(x: Tensor) -> Tensor:
         return begin_sum(x.to(world.device), axis).wait()
 
     shifts = require_model(model, plan)
-    return PositionShards(plan, axis, OwnPositions(attend, count), shifts=shifts)
+    mode = OwnPositions(lambda *x, of, **how: attention(*x, **how, **axes, cut=of.cut), count)
+    return PositionShards(plan, axis, mode, shifts=shifts)
 
 
 def _axes(world: World, plan: Plan) -> tuple[Axis, Axis, Axis]:

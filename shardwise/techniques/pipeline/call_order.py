@@ -138,7 +138,7 @@ class LossRun:
         return [self.anything] * len(needed)
 
     def _guarded(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
             """The output of the module, or the object that stands for everything."""
             began = self.number
             self._note(module)

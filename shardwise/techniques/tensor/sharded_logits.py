@@ -9,7 +9,7 @@ computed on the shards and what gathers them.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from shardwise.core.applied import Applied
 from shardwise.core.errors import bad
 from shardwise.core.layouts.param_layout import Groups
 from shardwise.core.layouts.uneven import Cut
-from shardwise.kernels.cross_entropy import sharded_cross_entropy
+from shardwise.kernels.cross_entropy import LossOptions, sharded_cross_entropy
 from shardwise.kernels.logits import Logits
 from shardwise.techniques.tensor.linear import Stream
 from shardwise.techniques.tensor.rng import ShardedRandom
@@ -61,7 +61,7 @@ class Shards:
         """This rank's shard; on one rank the gathered tensor is the same memory."""
         return self.moves.take(full, self.cut) if self.axis.size > 1 else None
 
-    def loss(self, local: Tensor, targets: Tensor, /, **options: Any) -> Tensor:
+    def loss(self, local: Tensor, targets: Tensor, /, **options: Unpack[LossOptions]) -> Tensor:
         """The vocabulary-parallel cross-entropy (kernels/cross_entropy.py)."""
         loss, element_bytes = sharded_cross_entropy(
             local, (self.axis, self.cut), targets, **options

@@ -236,11 +236,13 @@ class StandIn(nn.Module):
         vars(self)["_of"].twin.requires_grad_(requires_grad)
         return self
 
-    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Any:
         """During a stage, the layer's own: a model may ask for its first parameter."""
         of: Of = vars(self)["_of"]
         whose = super() if of.player is None else of.answers
-        return whose.named_modules(*args, **kwargs)
+        return whose.named_modules(memo, prefix, remove_duplicate)
 
 
 #: A slot of a module: its table of modules, or of parameters, and the key in it.

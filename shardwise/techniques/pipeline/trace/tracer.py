@@ -414,7 +414,7 @@ def _settle(module: nn.Module) -> None:
     forward = module.forward
 
     @wraps(forward)
-    def assumed(*args: Any, **kwargs: Any) -> Any:
+    def assumed(*args: object, **kwargs: object) -> Any:
         """The module's output; if it fails, an empty tensor like its first input."""
         try:
             return forward(*args, **kwargs)
