@@ -28,7 +28,8 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from operator import add, sub
 from typing import Final, NamedTuple
 
 from torch import Tensor
@@ -57,10 +58,10 @@ class Tally:
     peers: int = 0
 
     def __add__(self, other: "Tally") -> "Tally":
-        return Tally(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Tally(*map(add, vars(self).values(), vars(other).values()))
 
     def __sub__(self, other: "Tally") -> "Tally":
-        return Tally(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return Tally(*map(sub, vars(self).values(), vars(other).values()))
 
 
 class Line:

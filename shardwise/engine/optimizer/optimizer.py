@@ -132,6 +132,7 @@ class ShardedOptimizer(Optimizer, ABC):
         """Copy updated masters to the tier of their weights, unless the update has done so."""
 
     def squares(self, flats: Sequence[Flat]) -> list[Tensor]:
+        """Of the gradients in this rank's blocks, on their tiers, without what others count."""
         return [squares(f) for f in flats if f.grads.gshard is not None and counts(f)]
 
     def held(self) -> Iterable[Mapping[str, Any]]:
@@ -331,14 +332,6 @@ class ShardedOptimizer(Optimizer, ABC):
     @property
     def lr(self) -> float:
         return float(self.param_groups[0]["lr"])
-
-    def squared_norm(self, flats: Sequence[Flat]) -> Tensor:
-        """The sum of squares of the gradients in this rank's blocks, without what others count."""
-        found = self.squares(flats)
-        if not found:
-            return torch.zeros((), dtype=torch.float64, device="cpu")
-        # gradients in host memory have theirs there
-        return torch.stack([squared.to(found[0].device) for squared in found]).sum()
 
     def owns(self) -> Iterator[Owned]:
         """Every tensor that is kept for the update."""

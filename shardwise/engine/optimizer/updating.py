@@ -328,9 +328,10 @@ class Updates:
         with self.guard.world.ledger.phase("backward"):
             self.data.finish_sums()
         with self.guard.world.ledger.phase("check"):
-            found: list[Tensor] = []
+            found, device = list[Tensor](), self.guard.world.device
             for flats, axes in self.norms:
-                squared = self.optimizer.squared_norm(flats).view(1).to(self.guard.world.device)
+                own = [each.to(device) for each in self.optimizer.squares(flats)]
+                squared = torch.stack(own).sum().view(1) if own else number.new_zeros(1)
                 for axis in axes:
                     beside = number if axis is self.guard.axis else number[:0]
                     total = begin_sum(torch.cat([squared, beside]), axis).wait()
