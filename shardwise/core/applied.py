@@ -2,8 +2,6 @@
 
     divided(model)         the model has only the layers of this rank's stages
     install(model)         parameters are flat, and all other hooks are set
-    begin(batch, parts)    a step or an evaluation begins
-    enter(part, model)     the forward of a microbatch begins
     during(device)         around a forward or a backward pass
     end()                  its passes have run
 

@@ -25,9 +25,7 @@ POOL_BYTES: Final = 16 * 2**20
 
 
 def pool_bytes(plan: "Plan", model_bytes: int, device: str) -> int:
-    """The bytes of each rank's pool; 0 for a plan of one rank, which sends nothing.
-    The default pool is not larger than the model's parameters.  `device` is "cpu" or "cuda".
-    """
+    """The bytes of each rank's pool on `device`, "cpu" or "cuda"; 0 for a plan of one rank."""
     if plan.size == 1:
         return 0
     return plan.buffers_bytes or usual_pool_bytes(_longest(plan), model_bytes, device)

@@ -1,8 +1,4 @@
-"""The error classes, the text of an InputError, and files that a user names.
-
-The text states what was given, what is allowed, and what to write instead: a reader should be able
-to continue without opening the documentation.
-"""
+"""The error classes, the text of an InputError, and files that a user names."""
 
 import errno
 import os

@@ -103,8 +103,7 @@ ELEMENT_BYTES: dict[str, int] = {
 @dataclass(frozen=True)
 class ParamShape:
     """One parameter: full name in the model, dims, element type by torch's name, trainability.
-    If `layout` shards the parameter on some axis, `shape` is the shape of a rank's part.  Without a
-    layout only the plan's row shards the parameter, and all other axes replicate it.
+    Under a `layout`, `shape` is that of a rank's part; without one, only the plan's row shards it.
     """
 
     name: str

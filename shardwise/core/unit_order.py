@@ -8,9 +8,6 @@
     complete k       free k, reduce k
     end_backward     reduce the units in which some parameter has no gradient, close all
 
-    forward     use 0, gather 1 | free 0, use 1, gather 2 | ...                 path 0 1 2 .. k
-    backward    ... | wait 2, gather 1, reduce 3 | wait 1, gather 0, reduce 2 | ...   k .. 2 1 0
-
 Other rows only reduce during a pass.  Units are numbered in the order of their definition.  Hooks
 report the events of a run and do the acts (techniques/data/unit_hooks.py); predictions report those
 of a recorded pass, and count and weigh the acts (prediction/unit_acts.py).
@@ -263,8 +260,6 @@ class _Uses:
 
         previous pass   0 1 2 3 2
         this pass       0 1 .              2 comes next if this pass repeats the previous one
-
-    A use of a unit may be several calls of its modules.  The backward pass reverses the calls.
 
     used             each use of a unit since the last backward pass
     calls            the unit of each call of a module, in the same passes

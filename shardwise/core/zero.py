@@ -1,12 +1,7 @@
-"""The data-parallel family as a table: placements of the training state, and their moves.
+"""The data-parallel family as a table of rows: placements of the training state, and their moves.
 
-    row      param  grad  optim     a step sends (N parameters)       bytes a parameter, 2 + 2 + 12
-    ddp        R      P     R       2 N (n-1)/n                       16
-    zero1      R      P     S       2 N (n-1)/n                       4 + 12/n
-    zero2      R      S     S       2 N (n-1)/n                       2 + 14/n
-    zero3      S      S     S       3 N (n-1)/n                       16/n
-
-The right half is derived from the left.  `Row.moves` gives the moves of one step, each with the
+docs/explanation/states.md has the table, with what a step sends and the bytes of a parameter; both
+are derived from the placements.  `Row.moves` gives the moves of one step, each with the
 moment at which it belongs; techniques/data carries them out and prediction/ adds up their prices:
 
     moment           state   move                 zero1           zero2           zero3
@@ -15,12 +10,10 @@ moment at which it belongs; techniques/data carries them out and prediction/ add
     before update    grad    grad  -> optim       reduce_scatter  -               -
     after update     param   optim -> param       all_gather      all_gather      -
 
-Each state also has a tier.  If the optimizer's state rests in host memory (offload), the rank's
-block of the gradient goes to the host before the update, and the updated block of the parameter to
-the device after it, before it is gathered; if parameters rest in host memory too, before each use.
-If the optimizer's state rests on a disk, the gradient goes on to the disk; both come to the host at
-a fifth moment, for the update, and the state goes back after it.  Parameters that rest on a disk
-come to the host, and on to the device, before each use, and go back after the update.
+Each state also has a tier.  If the optimizer's state rests on the host or a disk, the gradient goes
+there before the update, and the updated parameter to the device after it, before it is gathered.
+Parameters that rest there too come to the device before each use.  From a disk, the optimizer's
+state comes to the host at a fifth moment, for the update.
 
 A row that is not in the table trains in the same way.  Its plan word lists the three columns:
 `row:R,R,S` replicates gradients and shards the optimizer's state.

@@ -67,9 +67,7 @@ def flatten(numels: Sequence[int], element_bytes: int, ranks: int) -> Flattening
 
 @dataclass(frozen=True)
 class Box1:
-    """A block of a tensor whose elements are consecutive in row-major order.
-    `offsets` and `sizes` have one entry per dim; it holds the flat elements [start, start + numel).
-    """
+    """A block of a tensor: its flat elements [start, start + numel), in row-major order."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -81,9 +79,7 @@ class Box1:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box1]:
-    """The boxes that hold the flat elements [start, stop) of a tensor, in order; a 0-d one has one.
-    Raises ValueError for an interval outside the tensor.
-    """
+    """The boxes of the flat elements [start, stop) of a tensor, in order; a 0-d tensor has one."""
     numel = math.prod(shape)
     if not 0 <= start <= stop <= numel:
         raise ValueError(f"[{start}, {stop}) is not inside the {numel} elements of {tuple(shape)}")

@@ -133,9 +133,8 @@ def what(src: Placement, dst: Placement) -> str:
 @lru_cache(maxsize=4096)  # called for every exchange of a flat tensor
 def price(src: Placement, dst: Placement, numel: int, n: int) -> Move:
     """The move from `src` to `dst` of a tensor of `numel` elements in total on `n` ranks.
-    `sent` is exact for blocks of equal size.  On an axis of one rank all placements are equal, and
-    the move is `keep`.  Raises ValueError for an impossible move (R -> I would claim that different
-    uses are the same; R -> P and I -> P would count the value n times).
+    `sent` is exact for blocks of equal size.  Raises ValueError for an impossible move: R -> I
+    would claim that different uses are the same; R -> P and I -> P would count the value n times.
     """
     collective, times, split = _kind(src, dst)
     if n == 1:

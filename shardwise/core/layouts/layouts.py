@@ -7,9 +7,6 @@ The parameter belongs to the layers of one plan, and the techniques add to its l
     expert     the experts of each rank on `ep`, with `edp` in place of the inner data axis
     pipeline   the ranks of `pp` whose stages use it
     tile       the rows of a tile, on the axis `tile`, all of whose ranks each rank plays
-
-The engine cuts a model to these layouts; bytes, memory, norms, boxes of a checkpoint and errors are
-computed from them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -113,8 +110,7 @@ def on_tiers(
     found: Mapping[str, Layout], units: Sequence[tuple[Sequence[str], int]], plan: Plan
 ) -> dict[str, Layout]:
     """The layouts, with the optimizer's state of each unit on its tier under `offload`.
-    `units` has, for each unit of this rank in the order of the model, the names of its parameters
-    and the number of elements of this rank's parts of the trained ones.
+    `units`, in the order of the model: the names of parameters, and this rank's trained elements.
     """
     offload = plan.offloaded
     if offload is None or not offload.by_unit:

@@ -41,9 +41,7 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class AxisLayout:
-    """How the `size` ranks of one axis hold a parameter: all of them, or the ranks `holders`.
-    `cut` has the ranges of each rank if the placement is S.
-    """
+    """How the `size` ranks of an axis, or its `holders`, hold a parameter; `cut` is for S."""
 
     placement: Placement = I
     size: int = 1
@@ -83,8 +81,7 @@ class AxisLayout:
 @dataclass(frozen=True)
 class Layout:
     """The row on the data axes `shard` and `replicate`, and an `AxisLayout` for other axes.
-    The part on the first axis is cut from that on the second, and so on.  The argument `here` is a
-    rank's coordinate: its rank on each axis.
+    The first axis cuts the part on the second, and so on.  `here` is a rank's place on each axis.
     """
 
     row: Row = ROWS["ddp"]

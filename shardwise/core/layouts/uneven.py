@@ -78,7 +78,6 @@ class Cut:
 
 
 def even(dim: int, whole: int, ranks: int) -> Cut:
-    """Consecutive ranges whose lengths differ by at most one."""
     return Cut(dim, whole, _balanced(whole, ranks))
 
 
@@ -97,9 +96,8 @@ def packed(dim: int, parts: Sequence[Cut]) -> Cut:
 
 def heads(queries: int, keys: int, ranks: int) -> tuple[Cut, Cut]:
     """The query heads of each rank, and the key heads that they use, counted in heads.
-    With at least as many key heads as ranks, a rank has complete groups; with fewer, several ranks
-    share a key head and divide its query heads (arXiv 2305.13245). Raises ValueError if some rank
-    would have no query head, or `keys` does not divide `queries`.
+    With fewer key heads than ranks, several share one and divide its queries (arXiv 2305.13245).
+    Raises ValueError if a rank would have no query head, or `keys` does not divide `queries`.
     """
     if queries % keys:
         raise ValueError(f"{keys} key heads do not divide {queries} query heads")
@@ -137,12 +135,8 @@ def _times(ranges: tuple[Range, ...], width: int) -> tuple[Range, ...]:
 
 class Lengths:
     """The lengths of the sequences of one pass, sharded over `ranks` ranks, by the size of a shard.
-
-        2 ranks     8 positions ---> shards of 4
-                    7 positions ---> shards of 5, because 4 belongs to 8 positions
-
-    Shards are padded to one size on all ranks, so two lengths could have shards of the same size.
-    In one pass, sequences of different lengths therefore get shards of different sizes.
+    Shards are padded to one size on all ranks, and two lengths get shards of two sizes: on 2 ranks,
+    8 positions have shards of 4; 7 positions then have shards of 5.
     """
 
     def __init__(self, ranks: int) -> None:

@@ -114,15 +114,11 @@ class Plan:
 
     @property
     def inner_data_axis(self) -> str:
-        """The innermost data axis, which `ep` divides into `edp` groups of `ep` neighbours.
-
-        An expert is on one rank of each group.  Along `edp` are the ranks that hold the same one.
-        """
+        """The innermost data axis, which `ep` divides into `edp` groups of `ep` neighbours."""
         return self.shard_axis or "dp"
 
     def of_layers(self, number: int) -> "Plan":
         """The plan of the layers of `layers[number - 1]`; 0: of all other layers.
-
         The axes that it names replace those of the model except `pp`; ranks left over are `dp`.
         """
         whole = replace(self, layers=())
@@ -155,10 +151,7 @@ class Plan:
         return tuple(sorted({plan.mesh.size_of("tp") for plan in self.of_all_layers}))
 
     def size_of(self, axis: str) -> int:
-        """The number of ranks of an axis: one of the mesh, `ep`, `edp` or `cp`.
-
-        Axes of the mesh of `layers[n - 1]` are called "dp.n", "tp.n".
-        """
+        """The number of ranks of an axis; "dp.n", "tp.n": in the mesh of `layers[n - 1]`."""
         name, _, number = axis.partition(".")
         if number:
             return self.of_layers(int(number)).size_of(name)
@@ -190,7 +183,6 @@ class Plan:
 
     def completed(self, ranks: int | None = None) -> "Plan":
         """The plan for a world of `ranks`, with `dp` added if it is open.
-
         None means the smallest world on which every word has an effect: `zero3` becomes
         `dp2 zero3`, `tp2` stays. A plan that does not fit the world is returned unchanged.
         """

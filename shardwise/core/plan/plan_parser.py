@@ -1,8 +1,4 @@
-"""The plan parser: from plan words to the fields of a plan and back, and the table of the words.
-
-A word stands alone (`zero3`, `bf16`), or has a number (`dp2`) or a value after a colon
-(`bucket:25MiB`). One error lists all wrong words, each with the nearest right one.
-"""
+"""The plan parser: from plan words to the fields of a plan and back, and the table of the words."""
 
 from collections.abc import Mapping
 from itertools import chain

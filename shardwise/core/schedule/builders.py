@@ -9,12 +9,9 @@ On stage s, microbatch i uses the weights after max(0, i // update - lag[s]) upd
     PipeDream, vertical      1         p-1       p
     2BW                      m         1         2
 
-Interleaved schedules have v stages per rank, stage s on rank s mod p:
-
-                 chunk 0   chunk 1        A microbatch passes every rank v times. Stages are
-        rank 0   stage 0   stage 3        v times smaller, so the pipeline fills v times faster:
-        rank 1   stage 1   stage 4        the bubble is v times smaller, for v times the
-        rank 2   stage 2   stage 5        messages.
+Interleaved schedules have v stages per rank, stage s on rank s mod p: a microbatch passes every
+rank v times.  Stages are v times smaller, so the pipeline fills v times faster: the bubble is v
+times smaller, for v times the messages.
 
 Legend: p ranks, m microbatches, v chunks a rank, r a rank, s a stage, i a microbatch.
 """
@@ -27,11 +24,7 @@ from shardwise.core.schedule.schedule import Action, Op, Schedule
 
 
 def naive(p: int, m: int = 1) -> Schedule:
-    """Model parallelism without pipelining: one microbatch, so one rank works at a time.
-
-    rank 0   F . . . B B        bubble (p-1)/p
-    rank 1   . F B B . .
-    """
+    """Model parallelism without pipelining: one rank works at a time, so the bubble is (p-1)/p."""
     is_one(m)
     return gpipe(p, m)
 

@@ -74,7 +74,6 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The idle fraction of the time of all ranks."""
         return sum(self.idle) / (self.makespan * len(self.spans)) if self.makespan else 0.0
 
 

@@ -43,7 +43,6 @@ _LETTER, _ENTRY = 8, 130
 
 
 def label(action: Action, schedule: Schedule) -> str:
-    """The text of a cell."""
     stages = schedule.stages(schedule.home[action.stage])
     if len(stages) > 2:
         return str(action)

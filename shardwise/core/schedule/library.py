@@ -216,9 +216,7 @@ def entry(name: str) -> Entry:
 
 
 def size(name: str, p: int, m: int, v: int | None = None, batches: int = 1) -> Size:
-    """The size of the schedule called `name`; chunks default to 2 if the user may choose them.
-    Raises InputError for an unknown name, a number below one, or a wrong number of chunks.
-    """
+    """The size of the schedule called `name`; chunks default to 2 if the user may choose them."""
     chunks = entry(name).chunks
     n = Size(p, m, chunks or 2 if v is None else v, batches)
     for number, what in zip(n, ("stages", "microbatches", "chunks", "batches"), strict=True):
@@ -234,10 +232,7 @@ def size(name: str, p: int, m: int, v: int | None = None, batches: int = 1) -> S
 
 
 def build(word: str, p: int) -> Schedule:
-    """The schedule of a plan word on p ranks: build("interleaved:8x2", 4).
-    Raises InputError for an unknown name, numbers below one, sizes that the schedule does not
-    allow, and schedules that are too long.
-    """
+    """The schedule of a plan word on p ranks. Raises InputError for a wrong or too long one."""
     return written(*allowed(word, p))
 
 

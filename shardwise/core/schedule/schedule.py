@@ -19,18 +19,9 @@ vertical sync and 2BW's two buffers are three values of `lag` (builders.py).
     W  gradient of the stage's weights                FREE    free the gathered parameters
     SEND, RECV  one tensor, to or from one other rank
 
-    F(s,i)   needs act(s-1,i)                 makes act(s,i), tape(s,i)
-    B(s,i)   needs tape(s,i), grad(s+1,i)     makes grad(s,i), part(s,i)
-    I(s,i)   needs tape(s,i), grad(s+1,i)     makes grad(s,i), rest(s,i)
-    W(s,i)   needs rest(s,i)                  makes part(s,i)
-    REDUCE(s) and U(s,i) need the parts they add up; U makes the next version of the weights
-    F, B, I, W need the stage's params if they are sharded, and their version of the weights if it
-    is not the first
-
-The first stage needs no act and makes no grad; the last makes no act and needs no grad.  A step
-consumes what it needs, except weights and params, which other steps read too.  This is the only
-statement of dependencies: checks, transfers, the clock, memory, and the live tensors of the runtime
-all follow from it.
+`needs` and `makes` are the only statement of dependencies: checks, transfers, the clock, memory,
+and the live tensors of the runtime all follow from them.  A step consumes what it needs, except
+weights and params, which other steps read too.
 
 Legend: s a stage, a run of layers, numbered along the model from 0; i a microbatch.
 """

@@ -1,10 +1,6 @@
 """Checks of arguments of the public functions and commands, without torch.
 
-engine/checks/validate.py checks torch objects (modules, losses, worlds).  The option `check_every`:
-
-100             replicated weights and optimizer states are compared every 100 steps
-"rerun:20"      in every 20th step a microbatch of each data rank is computed by another rank too
-"50 rerun:20"   both
+engine/checks/validate.py checks torch objects (modules, losses, worlds).
 """
 
 import math

@@ -9,10 +9,8 @@ can be copied if this rank has its full parameters; otherwise the driver raises 
 Hooks on a parameter are invisible to Python's garbage collector.  A hook with a strong reference to
 the object that owns the parameter would keep both alive forever, process groups included: `weakly`.
 
-    thread A    gc.collect() ............ done
-    thread B         gc.collect() returns at once, and what A has not freed yet is alive
-
-Ranks in threads would count objects that only cycles keep alive.  `collect` waits, then collects.
+While one thread collects, `gc.collect()` returns at once in another, which would then count objects
+that only cycles keep alive: `collect` waits, then collects.
 """
 
 import gc
@@ -171,6 +169,5 @@ COLLECTING: Final = Lock()
 
 
 def collect() -> None:
-    """Free what only reference cycles keep alive."""
     with COLLECTING:
         gc.collect()

@@ -54,10 +54,8 @@ class Structure:
 
     def require_unchanged(self, *, lent: tuple[type, ...] = ()) -> None:
         """Raise InputError if a module or parameter was replaced, or a frozen one is trained now.
-
-        These are unchanged: a part that was compiled in its place (torch.compile), and parameters
-        whose place is taken by values of exactly one of the types `lent` or of
-        torch.func.functional_call.
+        Allowed are parts that were compiled in place (torch.compile), and values of exactly one of
+        the types `lent`, or of torch.func.functional_call, in the place of parameters.
         """
         ids = self._ids()
         if ids != self.ids:
