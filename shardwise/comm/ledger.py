@@ -125,9 +125,7 @@ class Ledger:
     def since(
         self, before: Mapping[Key, Tally], apart: Mapping[Key, Tally] | None = None
     ) -> dict[Key, Tally]:
-        """The totals since `before = ledger.lines`, without lines that did not change.
-        `apart`: totals since then that do not count.
-        """
+        """The totals since `before = ledger.lines`, without `apart` and unchanged lines."""
         apart, none = apart or {}, Tally()
         gone = {
             key: tally - before.get(key, none) - apart.get(key, none)

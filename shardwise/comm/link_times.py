@@ -44,7 +44,6 @@ def pairs(
     axis: Axis, device: torch.device, ranks: Sequence[int] | None = None
 ) -> dict[tuple[int, int], float]:
     """Seconds of a round trip of PAIR_ELEMENTS, for the pairs of `ranks` that begin with this one.
-
     Every rank of the axis calls it; `ranks` is ascending, None for all.  Up to ALL_PAIRS ranks
     every pair is timed, above that neighbours and pairs with the first: one at a time, so that a
     slow pair does not delay others; the minimum of a few tries.
@@ -90,9 +89,7 @@ def settle(device: torch.device) -> None:
 
 
 def slow_ranks(seconds: Mapping[tuple[int, int], float]) -> dict[int, SlowLink]:
-    """The ranks whose links are all slow, relative to the median link between other ranks.
-    With two ranks there is one link, so the slow rank is unknown.
-    """
+    """The ranks whose links are all slow, relative to the median of others; unknown for 2 ranks."""
     ranks = sorted({rank for pair in seconds for rank in pair})
     if len(ranks) < 3:
         return {}

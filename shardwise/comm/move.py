@@ -249,9 +249,7 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 
 def begin_sum(x: Tensor, axis: Axis) -> Pending[Tensor]:
-    """Begin to sum contiguous numbers; `x` must not change until the wait, and is not written.
-    A few are gathered and added, with half the messages of an all-reduce (core/layouts/layout.py).
-    """
+    """Begin to sum contiguous `x`, which must not change until the wait and is not written."""
     if axis.size == 1:
         return Pending([lambda: x])
     if not sums_by_gathering(axis.size, x.nbytes):

@@ -14,9 +14,7 @@ T = TypeVar("T")
 
 
 def on_rank_zero(act: Callable[[], T], world: World) -> T:
-    """The result of `act`, which rank 0 alone calls, on every rank. Called by all of them.
-    An InputError or RunError of `act` is raised on every rank: no rank waits for the others.
-    """
+    """The result of `act` on rank 0, or its InputError or RunError, on every rank. All call it."""
     found: tuple[InputError | RunError | None, Any] = None, None
     if world.rank == 0:
         try:

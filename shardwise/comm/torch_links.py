@@ -60,8 +60,7 @@ class TorchLinks(Links):
         self, axis: str, lines: Sequence[Sequence[int]], rank: int, queue: str = "now"
     ) -> Transport:
         """The transport of the line of `rank`, with the world's backend.
-        A group is opened for each line that has none on this queue.  Every rank asks for the same
-        lines in the same order, so all ranks open the same groups.
+        Every rank asks for the same lines in the same order, so all ranks open the same groups.
         """
         keys = [(tuple(line), queue) for line in lines]
         self.users.update(keys)
@@ -149,9 +148,7 @@ def group_timeout(limits: Limits) -> timedelta:
 
 
 def device_mesh(mesh: Mesh, transports: Sequence[Transport], device_type: str) -> DeviceMesh:
-    """Torch's own mesh over our process groups, for other users of it (DTensor, FSDP2).
-    Raises ValueError for a transport that has no process group (threads, traces).
-    """
+    """Torch's own mesh over our process groups (DTensor, FSDP2); ValueError if there are none."""
     groups = [each.group for each in transports if isinstance(each, Gloo | Nccl)]
     if len(groups) != len(mesh.axes):
         raise ValueError(f"mesh '{mesh}' has axes without a process group of torch.distributed")

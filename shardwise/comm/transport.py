@@ -7,11 +7,6 @@ Every transport counts what it sends in the ledger of its axis, just before send
 the line of the ledger for one call.  It refuses tensors that are not on the device of the world: a
 number made on the host works on gloo and fails on NCCL.
 
-    Fake      no other process: a world of one, or a traced rank of a world of any size
-    Threads   ranks are threads of this process (tests, and a first look on a laptop)
-    Gloo      a process group of gloo, with shared memory between the ranks of one host
-    Nccl      a process group of NCCL
-
 Each rank whose message fails raises an error that names the peer rank.
 """
 
@@ -42,9 +37,7 @@ class Pending(Generic[T]):
         self._ends = ends
 
     def wait(self) -> T:
-        """Wait for the result and return it (on CUDA: make the current stream wait for it).
-        A second call returns None at once: the result is not kept.
-        """
+        """Return the result once, later None; on CUDA, make the current stream wait for it."""
         ends, self._ends = self._ends, ()
         made: Any = None
         for end in ends:
@@ -141,9 +134,7 @@ class Transport(ABC):
         return self.begin_reduce_scatter_along(x, dim).wait()
 
     def begin_reduce_scatter_along(self, x: Tensor, dim: int) -> Pending[Tensor]:
-        """Begin a reduce_scatter of blocks of dim `dim`, which must divide evenly.
-        The result is this rank's block; until then `x` must not change.
-        """
+        """Begin a reduce_scatter of equal blocks of `dim`; `x` must not change until the wait."""
         blocks = torch.stack(x.chunk(self.size, dim)).contiguous()
         out = torch.empty_like(blocks[0])
         arriving = self.reduce_scatter(out.view(-1), blocks.view(-1))

@@ -1,9 +1,5 @@
 """The world: the rank of this process, and the mesh axes along which it communicates.
 
-    world = sw.init()              from torchrun's environment, Slurm's, or a world of one
-    world = world.on(mesh)         the same ranks with named axes
-    world.axis("dp").rank          a coordinate
-
 The world is passed as an argument; there is no "current" world.
 """
 
@@ -377,9 +373,7 @@ def _begin(start: Start, device: torch.device, limits: Limits) -> Store:
 
 
 def device_of_rank(asked: str | None, local_rank: int) -> torch.device:
-    """The device of a process: the one asked for; None: a GPU if every local rank has one.
-    Raises InputError for "cuda" where there are fewer GPUs than local ranks.
-    """
+    """The device of a process: the one asked for; None: a GPU if every local rank has one."""
     if asked is not None:
         choice("device", asked, ("cpu", "cuda"))
     gpus = torch.cuda.device_count()

@@ -115,9 +115,7 @@ class Gloo(Transport):
     def _sum(
         self, own: Tensor, outgoing: Sequence[Tensor], out: Tensor, line: Line, add: Add = torch.add
     ) -> Pending[Tensor]:
-        """Write in `out` the sum of `own` and every peer's message, piece by piece.
-        All have one shape, flat or of any strides, and must not change until the wait.
-        """
+        """Write in `out` the sum of `own` and the peers' messages; none may change meanwhile."""
         most = self._most(own, len(outgoing), _wide(own, outgoing))
         ends = [
             self._sum_piece(own[at], [x[at] for x in outgoing], out[at], line, add)
@@ -172,9 +170,7 @@ class Gloo(Transport):
         return slot.until(finish)
 
     def _slot(self, x: Tensor, messages: int, wide: bool) -> Slot:
-        """A slot for `messages` pieces like `x`; with `wide`, for two sums in fp32 too.
-        Pieces of flat tensors are sent directly; others may need a contiguous copy.
-        """
+        """A slot for `messages` pieces like `x` and copies; with `wide`, for two fp32 sums too."""
         copies = messages * (1 if x.dim() == 1 else 2)
         nbytes = copies * aligned(x.nbytes) + 2 * wide * aligned(4 * x.numel())
         return self.pool.slot(nbytes, x.device)

@@ -115,9 +115,7 @@ class Outbox:
 
 @dataclass(eq=False, slots=True)
 class Arrival:
-    """An expected message with the shape of `like`: copied to `place`, or used in the mailbox.
-    If the wait for a later message overtakes it, it gets a new tensor as `place`.
-    """
+    """An expected message like `like`.  If a later wait overtakes it, it gets a new `place`."""
 
     like: Tensor
     place: Tensor | None

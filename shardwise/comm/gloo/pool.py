@@ -54,9 +54,7 @@ class Slot:
 
 
 class Pool:
-    """The communication buffers of one rank of a world: empty until `reserve`.
-    Without `reserve`, each slot is new memory: for collectives outside of any plan.
-    """
+    """The communication buffers of one rank of a world; without `reserve`, slots are new memory."""
 
     def __init__(self) -> None:
         self.memory: Tensor | None = None
@@ -86,9 +84,7 @@ class Pool:
         return slot
 
     def in_turn(self, finish: Callable[[], Any]) -> Callable[[], Any]:
-        """Run `finish` before that of any later slot, for a message in a mailbox, which needs no
-        slot.
-
+        """Run `finish` before that of any later slot: for a message in a mailbox, without a slot.
         If a later message overtook it, it would be copied to new memory.
         """
         if self.memory is None:

@@ -74,9 +74,7 @@ class SharedMemory:
         self.asked = False
 
     def open(self) -> "Mailboxes | None":
-        """The mailboxes; None if the ranks cannot share memory, or a rank does not want to.
-        All ranks of the group must make the first call.
-        """
+        """The mailboxes; None if ranks cannot or do not share memory. All make the first call."""
         if not self.asked:
             self.asked = True
             self.mailboxes = open_mailboxes(self.group, wanted=self.wanted)

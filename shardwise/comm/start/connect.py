@@ -33,10 +33,8 @@ _LATER_S = 5.0  # how much longer than rank 0 the others wait for its answer
 
 def meet(start: Start, limits: Limits) -> Store:
     """Connect all ranks of `start`, and return their store.
-    torch would wait for minutes and not say for which rank.  Our launcher notices a rank that
-    exits, so there a missing rank is only slow, and the time limit is that of a collective.  Raises
-    InputError if the host does not exist, the port is in use, two processes have the same rank, the
-    address did not answer within `limits.start_s`, or some ranks did not start.
+    Our launcher notices a rank that exits, so there a missing rank is only slow, and the time limit
+    is that of a collective.  Raises InputError, with the missing ranks, if they do not connect.
     """
     limit_s = limits.patience_s if launched() else limits.start_s
     deadline = time.monotonic() + limit_s

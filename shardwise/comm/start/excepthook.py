@@ -72,9 +72,8 @@ def _excepthook(
     error: BaseException,
     frames: TracebackType | None,
 ) -> None:
-    """The hook; `before` is the hook it replaced.  It ends the process. With several ranks it exits
-    before any connection is closed.  In a normal shutdown the other ranks would lose theirs and
-    fail, and torchrun would kill this process before it returned its exit code.
+    """The hook; `before` is the hook it replaced.  With several ranks it exits before connections
+    close: else the others would fail, and torchrun would kill this process before its exit code.
     """
     _explain(error)
     refused, trace = isinstance(error, InputError), "".join(traceback.format_tb(frames))

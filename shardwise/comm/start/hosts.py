@@ -12,9 +12,7 @@ _ANSWER_S: Final = 1.0
 
 
 def process(pid: int) -> tuple[str, float]:
-    """The state of a process on this host, and the processor time that it has used.
-    The state is a letter of proc(5); "X" if the process is gone, "?" if nothing is known.
-    """
+    """The state of a process, as in proc(5) ("X": gone, "?": unknown), and its CPU seconds."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except FileNotFoundError:
@@ -71,9 +69,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def host_number() -> int:
-    """A number shared by all processes with the same memory, network and pids; 0 if unknown. Ranks
-    in separate network namespaces get different numbers: benchmarks of a link treat them as hosts.
-    """
+    """A number shared by all processes with the same memory, network and pids; 0 if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         spaces = [str(Path(f"/proc/self/ns/{kind}").stat().st_ino) for kind in ("net", "pid")]

@@ -1,9 +1,5 @@
 """The launcher: starts several ranks on this machine, and ends all of them when one fails.
 
-launcher   launch.py    start processes, read their pipes, kill the rest
-ranks      worker.py    call the function, report the result or the error
-           peers.py     watch each other's heartbeats, report a rank that is stopped or hangs
-
 The first failure names the cause.  A moment later the launcher kills the other ranks, because a
 rank inside a collective handles no signal, and would complain about a lost peer.
 """
@@ -101,9 +97,7 @@ def spawn(
 
 
 def can_fork(device: str = "cpu") -> bool:
-    """Whether ranks on `device` can be forked from this process.
-    Neither CUDA nor the threads of autograd, which a GPU has, work in a forked process.
-    """
+    """Whether ranks on `device` can be forked: CUDA and autograd's GPU threads cannot."""
     return sys.platform == "linux" and device == "cpu" and not torch.cuda.is_available()
 
 

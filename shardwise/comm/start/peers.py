@@ -117,9 +117,7 @@ class HeartbeatMonitor:
 
 
 def find_hang(heartbeats: Mapping[int, Heartbeat], patience_s: float) -> tuple[int, str] | None:
-    """A rank that makes others wait too long, and the error; None while there is none.
-    If every rank waits, it is the one that has waited longest.
-    """
+    """A rank that makes others wait too long (of all that wait, the longest), and the error."""
     present = {rank: beat for rank, beat in heartbeats.items() if not beat.left}
     left = sorted(heartbeats.keys() - present.keys())
     longest = max(present, key=lambda rank: present[rank].waits_s)
@@ -151,9 +149,7 @@ def _sent(beat: Heartbeat) -> str:
 
 
 class Peers:
-    """A thread that sends this rank's heartbeats and watches other ranks', until `stop`.
-    Another guards the store, unless it is in our launcher, whose end a rank notices by its pipe.
-    """
+    """A thread that sends this rank's heartbeats and watches other ranks', until `stop`."""
 
     def __init__(self, store: Store, rank: int, size: int, limits: Limits, gpu: int | None) -> None:
         self.rank, self.size, self.limits = rank, size, limits
@@ -284,9 +280,7 @@ class Peers:
         return {rank: beats.get(rank, Heartbeat(0, 0)) for rank in ranks}
 
     def _end_together(self, report: bytes, *, whole: bool = False) -> None:
-        """Print why the run ends, wait until all ranks have read it, and exit.
-        Only the rank that reported it prints the `whole` report.
-        """
+        """Print why the run ends (`whole`: the full report); exit when all ranks have read it."""
         text = "rank {} failed: {}".format(*json.loads(report))
         said = text if whole else f"rank {self.rank} ends: {text.splitlines()[0]}"
         self._end(said, _LINGER * self.limits.heartbeat_s)

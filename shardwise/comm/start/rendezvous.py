@@ -72,7 +72,6 @@ class Limits:
 def environment(variables: Mapping[str, str] | None = None) -> Start | None:
     """Read the environment that torchrun or Slurm sets; None if neither started ranks.
     A Slurm step of one task is no launch: it is `srun --pty bash`, or the command of one process.
-    Raises InputError if a variable is missing or no number, or if variables contradict each other.
     """
     variables = os.environ if variables is None else variables
     if "RANK" in variables or "WORLD_SIZE" in variables:
@@ -220,9 +219,7 @@ def require_local(ranks: int) -> None:
 
 
 def require_cores(ranks: int, plan: str) -> None:
-    """Raise InputError if a plan needs more processes than cores and --nproc was not given.
-    This keeps a plan for a cluster from starting on a laptop by accident.
-    """
+    """Raise InputError for a plan of more processes than cores, probably meant for a cluster."""
     cores = usable_cores()
     if ranks > cores:
         raise bad(

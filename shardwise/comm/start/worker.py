@@ -1,5 +1,4 @@
-"""What a process that the launcher started does around its function, and the signals that stop a
-run.
+"""What a process of the launcher does around its function, and the signals that stop a run.
 
     launcher  <-- None       the rank has started
     one pipe  <-- bytes      the pickled result          or  <-- Failure   its error

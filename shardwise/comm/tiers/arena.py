@@ -49,9 +49,7 @@ class _Slot:
 
 
 class Arena:
-    """Slots of fixed sizes in one piece of memory; nothing until `reserve`.
-    `missed` counts the tensors that found no slot and got ordinary memory.
-    """
+    """Slots of fixed sizes in one piece of memory; `missed` counts tensors that found no slot."""
 
     def __init__(self) -> None:
         self.memory: Tensor | None = None

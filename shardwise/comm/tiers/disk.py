@@ -104,9 +104,7 @@ class Extent:
 
 
 class Disk:
-    """A file of chunks in `folder`, for the states of one rank; in a dry run there is none.
-    Raises InputError for a folder that is missing, is no folder, or cannot be written.
-    """
+    """A file of chunks in `folder`, for the states of one rank; in a dry run there is none."""
 
     def __init__(
         self,
@@ -172,10 +170,7 @@ class Disk:
         return len(self._free)
 
     def acquire(self) -> Buffer:
-        """A buffer; waits while all are being written.  Raises DiskError.
-        It is the buffer that was given back first, whose copies to or from the device have most
-        likely ended; it waits for these, and no others.
-        """
+        """The buffer that was given back first: its copies have most likely ended."""
         with self._changed:
             if not self._free and self.failed is None:
                 with self.use.spending("waited"):
@@ -195,9 +190,7 @@ class Disk:
     def begin_read(
         self, extent: Extent, chunk: int, buffer: Buffer, *, counted: bool = True
     ) -> Future[None]:
-        """Begin to read a chunk into `buffer`, after the last write of it.
-        Without `counted` the caller has entered it in the ledger.
-        """
+        """Begin to read a chunk after its last write; `counted`: in the ledger, here."""
         self.require()
         before, size = extent.writes.pop(chunk, None), extent.chunk_bytes(chunk)
         if counted:

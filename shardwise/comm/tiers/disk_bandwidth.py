@@ -49,9 +49,7 @@ class DiskBandwidth:
 
 
 def measure(folder: Path, file_bytes: int = FILE_BYTES, option: str = "--disk") -> DiskBandwidth:
-    """Write and read a file of `file_bytes`, or one chunk, in `folder`; none is left. Raises
-    InputError, with `option` before the folder, if it is not there, full, or cannot be written.
-    """
+    """Write and read a file of `file_bytes`, or one chunk, in `folder`; nothing is left there."""
     if not folder.is_dir():
         given = f"{option} {folder}, which is no folder"
         raise bad(given, "a folder that exists", f"{option} .")

@@ -1,5 +1,4 @@
-"""The memory of a host: its limit, glibc's settings, and numbers on their way to and from the
-device.
+"""The memory of a host: its limit, glibc's settings, and numbers on the way to or from a device.
 
 A container or a job of a batch system has a limit of its own, in the files of control groups
 (version 2, then version 1); so may the groups around it.  The cache of files that it has read
@@ -9,12 +8,8 @@ By default glibc returns freed large blocks to the kernel, and every page faults
 step: 5 to 8 % of its time on a processor.  The cost of keeping them: the process stays at its peak
 size.  So a run whose parameters rest on a disk, for want of memory, returns what it frees.
 
-    x = doubles_on([1.0, 7.0], device)                    a copy to the device is queued
-    numbers = HostNumbers(begin_sum(x, axis).wait())      and one to the host
-    ...                                                   an update, the next forward
-    numbers.read()                                        waits for the second copy alone
-
-`torch.tensor(numbers, device=device)`, `item` and `tolist` would wait for all queued work.
+`HostNumbers.read` waits for the copy of its numbers alone; `torch.tensor(numbers, device=device)`,
+`item` and `tolist` would wait for all queued work.
 """
 
 import ctypes

@@ -44,9 +44,7 @@ class CopyEnd(Protocol):
 
 
 class _HostMemory:
-    """A storage on the host, and the last copies from or to its parts that may be under way.
-    `copies` are (first byte, byte after the last, end of the copy).
-    """
+    """A storage on the host, and copies that may be under way: (first byte, stop byte, end)."""
 
     def __init__(self, weak: StorageWeakRef) -> None:
         self.weak = weak
@@ -95,9 +93,7 @@ class Tiers:
         return "host" if self._memory(x) is not None else "device"
 
     def bound_device(self, most_bytes: int | None) -> None:
-        """Let torch allocate at most so many bytes on a CUDA device; a CPU has no such bound.
-        When the engine of these tiers is freed, the bound is what it was before.
-        """
+        """Bound torch's memory on a CUDA device (a CPU has none) until these tiers are freed."""
         if most_bytes is not None and self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
             before = torch.cuda.get_per_process_memory_fraction(self.device)
