@@ -118,8 +118,9 @@ class ByHand(nn.Module):
 def test_inputs_are_cast_where_a_layer_takes_them():
     """A module with a matrix of its own casts; an error elsewhere says what to write."""
     x = torch.randn(4, 6)
-    engine = sw.parallelize(ByHand(), "bf16", sw.init("cpu"), loss=lambda m, b: m(b).mean())
-    assert math.isfinite(engine.step(x).loss)
+    for word, batch in {"bf16": x, "fp32": x.double()}.items():
+        engine = sw.parallelize(ByHand(), word, sw.init("cpu"), loss=lambda m, b: m(b).mean())
+        assert math.isfinite(engine.step(batch).loss)
     wide = sw.parallelize(
         nn.Linear(6, 6), "bf16", sw.init("cpu"), loss=lambda m, b: (b @ m.weight).mean()
     )

@@ -198,7 +198,6 @@ class ShardedOptimizer(Optimizer, ABC):
             flat.grads.clear()
 
     def step_members(self, members: Iterable[Member]) -> None:
-        """Torch's own step over `members`."""
         groups = self.torch.param_groups
         everyone = [group["params"] for group in groups]
         try:
