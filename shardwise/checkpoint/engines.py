@@ -1,9 +1,5 @@
 """Checkpoints: everything that training needs to continue, under any plan.
 
-save          parameters, optimizer state, the engine's counters, and the user's `extra`
-async_save    the same, written beside the next steps
-load          the same into an engine of any plan, on any number of ranks
-
 A module of sw.DDP, sw.FSDP or sw.Pipe with its optimizer is saved and loaded in the same format.
 """
 

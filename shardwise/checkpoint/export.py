@@ -1,9 +1,5 @@
 """Weights of a checkpoint as safetensors with the model's own names, and back.
 
-    export    model/NAME, buffer/NAME --> model.safetensors, its index, config.json,
-                                          generation_config.json, the run's tokenizer
-    import    the same folder         --> checkpoints/step-000000, with weights and no optimizer
-
 Export reads one tensor at a time and holds one file of at most `file_bytes`. Import copies pieces.
 A tied tensor is written under its first name; the others are in the file's header, where
 `safetensors.torch.load_model` reads them, and transformers ties weights by itself.
@@ -88,10 +84,8 @@ def export(
     file_bytes: int = FILE_BYTES,
 ) -> Exported:
     """Write the weights of the newest checkpoint in `run` into the folder `to`.
-
     Floating-point weights keep the dtype of the checkpoint (fp32 masters for 16-bit training)
-    unless `dtype` is given. Raises InputError if there is no checkpoint, it is damaged, or `to`
-    exists without `overwrite`.
+    unless `dtype` is given.
     """
     opened = open_checkpoint(find(_checkpoints(run)))
     require_content(opened)
@@ -140,12 +134,8 @@ def _checkpoints(run: Path) -> Path:
 
 
 def import_weights(folder: Path, run: Path, *, overwrite: bool = False) -> Path:
-    """Write the weights in `folder` as the checkpoint of step 0 in the run's folder `run`; its
-    path.
-
-    `sw.load` and `shardwise train --resume` begin with these weights, under any plan, with a new
-    optimizer. Each rank reads its own part.
-
+    """Write the weights in `folder` as the checkpoint of step 0 of the run in `run`; its path.
+    `sw.load` and `shardwise train --resume` begin with these weights, under any plan.
     Raises InputError if `folder` has no weights, or weights of single experts that transformers
     joins, or if `run` has a checkpoint without `overwrite`, or a run or another import writes in
     it; RunError for a full disk.

@@ -18,9 +18,7 @@ _CPP = re.compile(r"\[enforce fail at [^]]*\]\s*\.?\s*|\(function \w+\)|Exceptio
 
 
 def reason(failures: Mapping[int, BaseException], what: str) -> BaseException:
-    """The error to raise on every rank. Errors other than InputError and interrupts become a
-    RunError that names the first rank.
-    """
+    """The error to raise on every rank: an InputError, an interrupt, or a RunError of one rank."""
     rank, cause = min(failures.items(), key=lambda entry: entry[0])
     refused = [error for error in failures.values() if isinstance(error, InputError)]
     if refused:

@@ -92,9 +92,7 @@ def all_in(folder: Path) -> list[Path]:
 
 
 def find(folder: str | os.PathLike[str]) -> Path:
-    """The newest complete checkpoint in a folder, or the folder itself if it is a checkpoint. A
-    checkpoint that lacks a file is returned too: opening it names the file.
-    """
+    """The newest complete checkpoint in a folder, or the folder itself if it is a checkpoint."""
     folder = as_path(folder)
     try:
         if is_checkpoint(folder):
@@ -157,9 +155,7 @@ def _validation(path: Path) -> float:
 
 
 def clear(path: Path) -> None:
-    """Make an empty folder, and remove what interrupted saves left. One rank calls it. What cannot
-    be removed stays, unless it has the name of the new folder.
-    """
+    """Make an empty folder, and remove what interrupted saves left. One rank calls it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _settle(path.parent)
     for left in (*path.parent.glob(".saving-*"), *path.parent.glob(".removing-*")):

@@ -51,8 +51,7 @@ def only_writer(path: Path, file: Path) -> Iterator[None]:
 @contextmanager
 def locked(file: Path, patience_s: float = 0.0) -> Iterator[None]:
     """Hold the lock `file`. Makes its folder, which is removed at the end if it is empty then.
-    Raises LockedError if another process or thread holds it for `patience_s`, and OSError if it
-    cannot be made. Warns of a file system without locks, where nothing is locked.
+    Raises LockedError if it is held for `patience_s`, and OSError; warns where files have no locks.
     """
     made = [one for one in (file.parent, *file.parent.parents) if not one.exists()]
     try:

@@ -241,9 +241,7 @@ class Contents:
 
 
 def describe(folder: str | os.PathLike[str], deep: bool = False) -> Contents:
-    """The contents of the newest checkpoint in `folder`, or of `folder` if it is a checkpoint. With
-    `deep`, every byte is read and compared with its hash.
-    """
+    """The contents of the checkpoint that `find` returns; `deep` compares all bytes with hashes."""
     opened = open_checkpoint(find(folder))
     if deep:
         require_content(opened)

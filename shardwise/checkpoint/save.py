@@ -41,9 +41,8 @@ T = TypeVar("T")
 
 
 class PlannedSave:
-    """The save of a checkpoint; every rank knows what it writes. If saving fails, older checkpoints
-    are unchanged. Rank 0 holds the lock of the folder until `held` ends, which also removes what a
-    failed save leaves.
+    """The save of a checkpoint; every rank knows what it writes.
+    Rank 0 holds the lock of the folder until `held` ends, which removes what a failed save leaves.
     """
 
     def __init__(
@@ -59,14 +58,12 @@ class PlannedSave:
         locks: Sequence[Path] = (),
     ) -> None:
         """Plan a checkpoint in `folder`, which all ranks must see. All ranks must call it.
-
         The boxes with `replica` 0 of all ranks must cover each element of their tensors once; a box
         that several ranks hold is written by the one with the least to write. `scalars` is a JSON
         object, the same on every rank, with the "step" that names the checkpoint. `checked` has the
         tensors that must be finite, each with the text of the error. `pages` releases the pages of
         boxes in mapped files. At the end rank 0 calls `prune`; if that fails, a warning says so.
         Rank 0 also holds further `locks`.
-
         Raises InputError without a step, or if another process writes there. Other errors become
         `failure`.
         """
@@ -143,9 +140,7 @@ class PlannedSave:
             )
 
     def finish(self) -> Path:
-        """Write and publish; the path. Called by all ranks, which meet after each. Raises RunError
-        on all ranks if one cannot write, or refuses to, and `failure`.
-        """
+        """Write and publish; the path. All ranks call it, and raise the first failure of a rank."""
         if self.failure is not None:
             raise self.failure
         with self.held:

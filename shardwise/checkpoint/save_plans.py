@@ -53,9 +53,8 @@ Block = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes in the full
 
 @dataclass
 class Pages:
-    """Calls `release` after each EVERY_BYTES of tensors that were `seen`. States on a disk
-    (comm/tiers/disk.py) are mapped: each page that is read or written counts as memory of the
-    process, which would grow to the size of the states.
+    """Calls `release` after each EVERY_BYTES of tensors that were `seen`. States on a disk are
+    mapped: pages that are read or written count as memory of the process, up to all states.
     """
 
     release: Callable[[], None] = lambda: None
@@ -89,9 +88,7 @@ def overlap(a: Block, b: Block) -> Block | None:
 
 
 class BoxSavePlanner(SavePlanner):
-    """Offers this rank's boxes for writing. `checked` has the tensors whose elements must be
-    finite, each with the text of the error.
-    """
+    """Offers this rank's boxes; `checked` has the errors for tensors that must be finite."""
 
     def __init__(
         self,

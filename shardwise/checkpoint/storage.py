@@ -117,10 +117,8 @@ def _result(name: str, offsets: Sequence[int], file: str, first: int, size: int)
 
 class Pieces(StorageReader):
     """Reads a checkpoint: checks all of it, then reads each piece that this rank needs.
-
-    `check` is called with the small files before tensors are checked. The ranks share the hashing
-    of files. `scalars` is set once the metadata has been read, and `reading` once all checks have
-    passed on every rank.
+    `check` is called with the small files before tensors are checked. `scalars` is set once the
+    metadata has been read, and `reading` once all checks have passed on every rank.
     """
 
     def __init__(self, folder: Path, rank: int, ranks: int, check: Check | None = None) -> None:
@@ -205,14 +203,12 @@ def load(
     pages: Pages | None = None,
 ) -> dict[str, Any]:
     """Fill the boxes from the newest checkpoint in `folder`; returns its scalars.
-
     All ranks must call it. `folder` may be one checkpoint's own. The boxes may divide tensors in
     any way, over any number of ranks, and need not cover all saved tensors. With `convert`, values
     take the dtypes of the boxes. First each rank checks that the files belong to one save, `check`,
     the names, shapes and dtypes of its boxes, and the hashes of its share of the files. No rank
     writes to a box before all checks have passed on every rank. So files are read twice; only one
     piece at a time is held in memory. `pages` releases the pages of mapped files.
-
     Raises InputError, with the boxes unchanged; RunError for a file that cannot be read after the
     checks, when some boxes are written: load again, or start with a new engine.
     """

@@ -1,12 +1,5 @@
 """A folder of weights as Hugging Face writes it: safetensors, and an index if there are several.
 
-model.safetensors                    all tensors, or
-model-00001-of-00003.safetensors     a part of them, and
-model.safetensors.index.json         {"weight_map": {name: file}}
-config.json                          the configuration, if the model has one
-generation_config.json               how it generates text, if the model has it
-tokenizer.json ...                   the tokenizer, if the run has one
-
 A folder is written beside its place, and gets its name when it is complete.
 
 .writing-weights/        written now, or left by a killed writer
@@ -142,9 +135,8 @@ def fill_from(folder: object) -> WeightsFolder:
 
 @contextmanager
 def new_folder(to: Path, allowed: Sequence[str], *, overwrite: bool) -> Iterator[Path]:
-    """A folder to write to, which is renamed to `to` when the block ends without an error. If the
-    block fails, its files are removed and an existing folder is unchanged. What a killed writer of
-    the same folder left is removed first.
+    """A folder to write to, renamed to `to` when the block ends without an error, else removed.
+    An existing folder is unchanged until then. What a killed writer left is removed first.
     """
     if to.name in ("", ".."):  # "." and "/" too
         allowed = "a new folder, with a name of its own"
