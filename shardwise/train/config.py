@@ -1,9 +1,4 @@
-"""The configuration of a run: the keys of a TOML file, their defaults, and the errors for wrong
-ones.
-
-    [model]   sizes of the GPT         [plan]    how it is distributed
-    [data]    text and tokens          [run]     the folder
-    [train]   steps, batch, optimizer  [offload] the folder of states on a disk
+"""The configuration of a run: the keys of a TOML file, their defaults, and errors for wrong ones.
 
 Every key has a default; an empty file is refused, since it is probably the wrong file. The error
 for an unknown key names the nearest one. Values are not converted between types: true is not a
@@ -105,9 +100,7 @@ def with_tokenizer(config: Config) -> Config:
 
 
 def override(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Apply each `section.key=value` to `values`. A value that is not TOML is taken as text, as is
-    any value of a key of type text.
-    """
+    """Apply each `section.key=value`; what is not TOML, or for a key of type text, is text."""
     merged = {name: dict(part) if isinstance(part, dict) else part for name, part in values.items()}
     for text in overrides:
         key, equals, value = text.partition("=")

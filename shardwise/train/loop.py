@@ -1,11 +1,5 @@
 """The training loop, from checked inputs to the report.
 
-    take this rank's share of the global batch
-    step; the run stops if the loss or the gradient is not finite (engine/checks/guard.py)
-    evaluate, record, show
-    agree on whether a rank has received a signal to stop
-    save
-
 After the last save nothing fails the run: an error in a picture or the report is printed in a line.
 After a signal there is no report, since a batch system may give only seconds.
 
@@ -71,11 +65,9 @@ def train(
     locked: bool = False,
 ) -> Summary | None:
     """Train by a configuration; returns the summary on rank 0, None on other ranks.
-
     Rank 0 holds the lock on the run's folder, unless it is `locked` for this run.
     `stop` receives signals from before the call; without it, the loop receives them. A signal
     before the first step ends the run, which can then be started again.
-
     Raises InputError for wrong inputs, before anything is written, and NonFiniteError for a
     non-finite loss or gradient; older checkpoints stay.
     """

@@ -159,9 +159,7 @@ def check_same(before: "Sizes", now: "Sizes") -> None:
 def prepare(
     config: Config, ranks: int, start: RunStart, most_bytes: float = math.inf
 ) -> PreparedRun:
-    """Check and prepare the inputs of a run on `ranks` ranks. Raises InputError for wrong ones. A
-    check without a run tokenises only about `most_bytes` of larger data.
-    """
+    """Check and prepare the inputs of a run; without a run, only `most_bytes` of larger data."""
     plan = checked_plan(config, ranks)
     check_cluster(config, plan)
     run_folder.check(config, start.resume, start.overwrite)
@@ -189,9 +187,8 @@ def prepare(
 
 @contextmanager
 def hold_folder(config: Config, start: RunStart, patience_s: float = 0.0) -> Iterator[RunStart]:
-    """Hold the lock on the run's folder; yields `start` with `auto` resolved under the lock. The
-    launcher holds it for its ranks, else rank 0 does. Folders that it made are removed if they are
-    empty at the end.
+    """Hold the lock on the run's folder; yields `start` with `auto` resolved under the lock.
+    The launcher or rank 0 holds it. Folders that it made are removed if empty at the end.
     """
     path = config.folder / RUN_LOCK
     with ExitStack() as held:

@@ -59,9 +59,7 @@ class Check(NamedTuple):
 
 @dataclass(frozen=True)
 class ReportContents:
-    """All that a report says; each file of it is a form of this. `rows` is the table of the run.
-    `files` are further files beside the report: functions that return their text, by name.
-    """
+    """All that a report says: `rows` of the run's table, the text of further `files` by name."""
 
     title: str
     headline: str

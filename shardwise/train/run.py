@@ -2,10 +2,8 @@
 
 A signal may reach ranks in different steps, or only one rank. All ranks must stop after the same
 step, or some would wait forever in the next step's collectives. So after each step they all-reduce
-their flags: one byte per rank, counted in the ledger under the phase `check`.
-
-Nothing after the last save fails the run: errors are printed in a line, and --resume makes a
-missing report. A signal ends it: on all ranks before the report, and after that on rank 0 at once.
+their flags: one byte per rank, counted in the ledger under the phase `check`. A signal after the
+last save ends the run too: on all ranks before the report, and after that on rank 0 at once.
 """
 
 import resource
@@ -220,9 +218,7 @@ def require_no_signal(run: Run) -> None:
 
 
 def own_cost(run: Run) -> RankCost:
-    """The memory of this rank and the traffic of its last step, measured and predicted. Nothing is
-    predicted if this program made no step, or if the model's forward reads values.
-    """
+    """This rank's memory and the traffic of its last step, measured and, if possible, predicted."""
     engine, last = run.engine, run.last
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES
     measured = RankCost(engine.memory(), {}, engine.measured_bytes(), {}, peak_bytes=peak_bytes)

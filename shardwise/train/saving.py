@@ -54,7 +54,6 @@ class RunSaves:
 
     def save(self, at: Position, validation: float | None, *, wait: bool) -> str:
         """Save a checkpoint, and remove old ones. Called by all ranks.
-
         Without `wait`, a thread may write it, and the return value says what failed. With `wait`,
         raises RunError, since no step follows that could save again.
         """

@@ -39,7 +39,6 @@ def model_sizes(
     section: ModelSection, vocabulary: int, seed: int = 0, *, weights: bool = True
 ) -> Sizes:
     """The named sizes with the tokenizer's vocabulary, overridden by the keys of the section.
-
     Published sizes have their own vocabulary. `hf:./FOLDER` and `file.py:build` have all of their
     own, except the length of a training sequence; without `weights` a folder may have a
     configuration alone. `seed` is the seed of a user's weights and of the gates' random numbers.

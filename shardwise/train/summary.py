@@ -72,9 +72,7 @@ class SaveCosts:
 
 
 def disk_line(engine: Engine) -> str:
-    """The line of rank 0; "" on other ranks, and for a run without a disk. All ranks call it. A
-    rate is taken over the time in which some request of a rank is under way.
-    """
+    """The line of rank 0; "" on other ranks, and for a run without a disk. All ranks call it."""
     if engine.disk is None:
         return ""
     engine.disk.sync()
@@ -136,7 +134,6 @@ def all_agree(found: Iterable[bool | None]) -> bool | None:
 @dataclass(frozen=True)
 class Summary:
     """A finished run, as rank 0 saw it. `unigram` is in nats per token.
-
     `costs` has an entry for every rank. `best` names the checkpoint with the lowest validation
     loss, if it is kept. `time` is a step's of rank 0, with a cluster. `began` is the step after
     which this process started or resumed the run: the speed is that of the steps since then.

@@ -119,9 +119,7 @@ def permutation(count: int, seed: int, epoch: int) -> Index:
 
 
 def unigram_entropy(corpus: Corpus) -> float:
-    """The entropy of the token frequencies in the validation split, in nats per token. A large
-    split is sampled: evenly spread sequences with some `COUNTED` tokens.
-    """
+    """The entropy of token frequencies in the validation split, or a sample, in nats a token."""
     counts = np.zeros(corpus.packed.vocabulary.size, np.int64)
     few = min(len(corpus.validation), max(1, COUNTED // corpus.sequence))
     held = corpus.validation[np.arange(few) * len(corpus.validation) // few]

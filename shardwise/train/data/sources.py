@@ -64,9 +64,7 @@ class Source:
 
 
 def raw(text: str) -> bytes:
-    """The bytes of an `exact` document; UTF-8 for other text. A lone surrogate that does not stand
-    for a byte (JSON can contain one) becomes '?'.
-    """
+    """The bytes of an `exact` document, UTF-8 of other text; other lone surrogates become '?'."""
     try:
         return text.encode("utf-8", errors="surrogateescape")
     except UnicodeEncodeError:
