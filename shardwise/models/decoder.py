@@ -27,9 +27,7 @@ def build(sizes: Sizes) -> nn.Module:
 
 
 def fill(sizes: Sizes, seed: int) -> Fill | None:
-    """Writes a parameter's first value: the folder's, or one that depends on seed and name.
-    None for a user's model, which has its weights.
-    """
+    """Writes a parameter's first value: the folder's, or by seed, name; None for a user's model."""
     if isinstance(sizes, FolderConfig):
         return pretrained.fill(sizes)
     if isinstance(sizes, UserConfig):

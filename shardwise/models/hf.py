@@ -62,11 +62,9 @@ SMALL: Final[dict[str, int]] = {
 
 def find(name: str, seed: int = 0) -> Trainable:
     """The small model of type `name`, or the model in the folder `name`.
-
     Dropout is 0 ("gpt2+dropout" keeps the type's own rates), tied embeddings stay tied, and weights
     are the library's random initialisation under `seed`.  The loss is the type's: causal, masked or
     sequence-to-sequence.  A folder may have only a configuration; then the model has no weights.
-
     Raises InputError if transformers is not installed or has no such type (naming the nearest), if
     no small model of the type can be made, and for a folder without a configuration.
     """
@@ -248,9 +246,7 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def load(path: Path, config: Any) -> Any:
-    """The model of `config` with the folder's weights in fp32; on the meta device without them.
-    Raises InputError if the folder lacks weights of the model.
-    """
+    """The model of `config` with the folder's weights in fp32; on the meta device without them."""
     family = _family(kind_of(config.model_type))
     config.use_cache = False
     with _quiet(), explained(path):

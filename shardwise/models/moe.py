@@ -57,8 +57,7 @@ class MoEConfig:
 
 def tiny(text: str) -> MoEConfig:
     """A small MoE GPT under `GATE[:CAPACITY[:EXPERTS[:K]]]`, as in `topk:1.25` or `topk::8:3`.
-    Without these it is dropless, with 4 experts of which a token uses 2.  Raises InputError for an
-    unknown gate, a capacity below 1, and what is no number.
+    Without these it is dropless, with 4 experts of which a token uses 2.
     """
     name, *numbers = text.split(":")
     if len(numbers) > 3:

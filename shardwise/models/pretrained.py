@@ -64,8 +64,7 @@ class FolderConfig:
 
 def read(path: Path, sequence: int | None, *, weights: bool = True) -> FolderConfig:
     """The sizes of the model in a folder; `sequence` None: as many positions as it has, to 1024.
-    Raises InputError for a folder without a causal language model, for one without weights unless
-    `weights` is False, and for a sequence that is longer than the model's positions.
+    Raises InputError for another model, missing `weights`, or more positions than it has.
     """
     if weights:
         open_weights(path)

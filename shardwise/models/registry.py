@@ -22,8 +22,7 @@ FORMS: Final = f"{', '.join(NAMED)}, moe:GATE[:CAPACITY], hf:NAME, hf:./FOLDER o
 
 def find(name: str | Trainable, seed: int = 0) -> Trainable:
     """The model called `name`: `gpt` (size tiny), `llama:70b`, `moe`, `hf:llama`, `net.py:build`.
-    `hf:` takes any model type of transformers or a folder of one, `file.py:function` the user's own
-    model.  Nothing is built yet, except by the user's file.  A `Trainable` is returned unchanged.
+    Nothing is built yet, except by the user's file.  A `Trainable` is returned unchanged.
     Raises InputError for another name, with the nearest.
     """
     if isinstance(name, Trainable):
@@ -51,9 +50,7 @@ def nearest(name: str) -> str:
 
 
 def of_sizes(name: str, sizes: decoder.Sizes, seed: int = 0) -> Trainable:
-    """The decoder of these sizes, with random tokens as its batches; other processes can be sent
-    it.
-
+    """The decoder of these sizes, with random tokens as batches; it can be sent to processes.
     The weights of a folder are read when it is built, and a user's model is made with its weights.
     """
     if isinstance(sizes, GPTConfig):

@@ -50,7 +50,6 @@ class Trainable:
 
     def build(self, device: torch.device | str = "cpu") -> nn.Module:
         """The module on `device`, in training mode, with the same weights on every call.
-
         It is made on the CPU and moved, so that its weights do not depend on the device; on "meta"
         it has no weights.  Raises InputError for a model that `make` returns on the meta device, if
         weights are asked, and for weights that do not fit the free memory of this host.
@@ -77,10 +76,7 @@ class Trainable:
         return self.on_meta or self.initial is not None
 
     def require_memory(self, bytes_a_parameter: int) -> None:
-        """Raise InputError unless this host has so many bytes free for each parameter.
-
-        Nothing is checked for a model that cannot be made on the meta device.
-        """
+        """Raise InputError unless this host has so many bytes free for each parameter."""
         if not self.shapes_suffice:
             return
         count = sum(p.numel() for p in self.plain().parameters())

@@ -1,17 +1,10 @@
 """The user's own model: `file.py:build`, a function in a Python file.
 
-`build()` returns a module, or a module with its loss and batches:
-
-    def build():
-        def loss(model, batch): ...        # a scalar, the mean over the batch's rows
-        def make_batch(rows, seed): ...    # tensors whose dim 0 has `rows` entries
-        return model, loss, make_batch
-
+`build()` returns a module, or (module, loss, make_batch): `loss(model, batch)` is a scalar, the
+mean over the batch's rows; `make_batch(rows, seed)` returns tensors whose dim 0 has `rows` entries.
 For a module alone, whose first layer must be an `nn.Linear` or `nn.Embedding`, batches are random
-inputs of that layer and the loss is the mean square of the output.  For tensor parallelism the
-module has its table of styles as an attribute or property:
-
-    model.tensor_table = sw.Table.of({"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
+inputs of that layer and the loss is the mean square of the output.  `tensor_table`, an attribute or
+property of the module, is its table of styles.
 
 A run trains the model on its text: {"inputs": [rows, positions], "targets": [rows, positions]},
 token numbers, with the target -100 where there is none.  The loss is the one that `build` returns
@@ -55,8 +48,7 @@ def find(
 ) -> Trainable:
     """The model of `path/to/file.py:function`, which is called without arguments.
     torch's generator is seeded before each call, so that the weights are the same each time.
-    `make_batch` replaces its batches.  Raises InputError if the file or function does not exist,
-    fails, or returns something else.
+    `make_batch` replaces its batches.  Raises InputError if the file or function fails.
     """
     return of_function(name, _function(name), seed, make_batch=make_batch)
 
@@ -193,9 +185,7 @@ def _call(
     seed: int,
     make_batch: Callable[[int, int], Any] | None = None,
 ) -> tuple[nn.Module, Loss, Callable[[int, int], Any]]:
-    """The module, its loss and its batches.
-    `make_batch` replaces the batches; then a module alone returns its loss, as in `parallelize`.
-    """
+    """The module, its loss and batches; with `make_batch`, a module alone returns its loss."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
