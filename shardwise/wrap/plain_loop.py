@@ -138,9 +138,7 @@ class PlainLoop:
     # --- loading ------------------------------------------------------------------------------
 
     def loading(self, saved: Catalogue, scalars: Mapping[str, Any]) -> list[Box]:
-        """The boxes to fill from a checkpoint with these tensors and scalars; then `loaded()`.
-        Raises InputError for a checkpoint of another optimizer.
-        """
+        """The boxes to fill from a checkpoint with these tensors and scalars; then `loaded()`."""
         if self.optimizer is not None:
             _require_same_kind(self.optimizer, scalars.get("optimizer"))
         self.options = self._saved_options(scalars.get("groups", ()))

@@ -60,11 +60,9 @@ def after_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _record(optimizer: Optimizer, data: Data) -> None:
-    """Give the options of its groups to what the ranks of a module compare, first with parameter
-    names.
-
-    Also those of groups without a parameter here: a parameter without dimensions, which one rank
-    holds, may be in another group on the others.
+    """Give the options of its groups to what the ranks of a module compare, with parameter names.
+    Also of groups without a parameter here: a parameter without dimensions, which one rank holds,
+    may be in another group on the others.
     """
     if data.computes_loss:  # a forward pass was recorded, and no backward pass has begun
         require_gradients(optimizer)
