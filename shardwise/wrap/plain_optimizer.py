@@ -7,11 +7,14 @@ load_state_dict   the same of the states
 state_dict        refused: it would give one rank's pieces as whole parameters
 """
 
+import sys
 from collections.abc import Iterator
 from itertools import islice
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer, SparseAdam
 
 from shardwise.core.errors import bad
@@ -73,12 +76,22 @@ def _record(optimizer: Optimizer, data: Data) -> None:
             versions(optimizer.state.values()) != noted
         )
     same.stepped(kind, options)
+    if (scaler := _scaler_of_step()) is not None:  # it has waited for the device
+        same.facts["the scale of the gradient scaler"] = scaler.get_scale()
     new = optimizer not in data.optimizers
     for number, group in enumerate(optimizer.param_groups if new else ()):
         places = [data.places[p] for p in group["params"] if p in data.places]
         same.facts[f"parameters of group {number} of the {kind}"] = [
             flat.names[index] for _, flat, index in places if len(flat.shapes[index])
         ]
+
+
+def _scaler_of_step() -> GradScaler | None:
+    """The gradient scaler whose `step` calls this one of an optimizer."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not GradScaler.step.__code__:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
 
 
 def require_gradients(optimizer: Optimizer) -> None:

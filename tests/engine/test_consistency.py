@@ -26,7 +26,7 @@ from shardwise.techniques.data.checksum import weighted
 from shardwise.techniques.data.same_on_ranks import SameOnRanks
 from tests.engine.cases import ranks_of, refusal
 from tests.engine.tensors import sent
-from tests.pool import run_threads
+from tests.pool import run_gloo, run_threads
 
 WORDS = 50
 
@@ -136,6 +136,8 @@ GIVEN = [
     ("module", lambda w: sw.FSDP(Small(1 + w.rank), world=w)),
     ("module", lambda w: sw.FSDP(with_attributes(forward=[loss, twice][w.rank]), world=w)),
     ("module", lambda w: sw.DDP(with_attributes(config=SimpleNamespace(scale=1.0 * w.rank)), w)),
+    ("module", lambda w: sw.DDP(with_attributes(scales=[0.5 * w.rank]), w)),
+    ("module", lambda w: sw.FSDP(with_attributes(scale=torch.ones(2) * w.rank), world=w)),
     ("module", lambda w: sw.Pipe(Small(2 + w.rank), 2, ["blocks.1"], world=w)),
     ("argument folder of sw.save", lambda w: saved(w, f"folder{w.rank}")),
     ("argument extra of sw.save", lambda w: saved(w, extra={"at": w.rank})),
@@ -407,3 +409,21 @@ def test_a_loss_or_gradient_that_differs_later_is_found(which: str, said: str):
     for told_here in run_threads(2, other_gradient_at_3, which):
         assert told_here.startswith(f"step 3: Given: {said}")
         assert which == "loss" or "head.bias" in told_here
+
+
+def reads_of_its_own(world: World) -> None:
+    """Compare a loss that reads a teacher, a tensor, and a number in a dict."""
+    prior, factors, teacher = torch.ones(2) * world.rank, {"tail": world.rank}, nn.Linear(2, 2)
+    nn.init.constant_(teacher.weight, world.rank)
+
+    def loss(x: Tensor) -> Tensor:
+        return (teacher(x) - prior * factors["tail"]).sum()
+
+    said = r"numbers in loss on rank 1 are .*factors\['tail'\]\": 1, 'prior': .*'teacher.weight': "
+    with pytest.warns(UserWarning, match=said):
+        consistency.require_same(world, {"loss": loss})
+
+
+def test_what_functions_read_is_compared():
+    """Of tensors, and of modules that are not trained, the bits: ranks are warned."""
+    run_gloo(2, reads_of_its_own)

@@ -27,9 +27,9 @@ CHANGED = 3  # the step, counted from 0, before which the last rank changes some
 
 
 class Scaled(nn.Sequential):
-    """Layers, and a factor that a program may pass."""
+    """Layers, and a factor and a word that a program may pass."""
 
-    def forward(self, x: Tensor, factor: float | None = None) -> Tensor:
+    def forward(self, x: Tensor, factor: float | None = None, _: str = "") -> Tensor:
         return super().forward(x if factor is None else factor * x)
 
 
@@ -182,18 +182,16 @@ def numbers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return request.param
 
 
+_DATA = "DDP", "FULL_SHARD", "HYBRID_SHARD"
 RATE = "lr of group 0 of the AdamW on data rank {}: 0.5; on data rank 0: 0.01"
 LOOPS = [
     *((how, "", "") for how in ("DDP", "FULL_SHARD", "HYBRID_SHARD", "Pipe")),
-    *((how, "lr", RATE) for how in ("DDP", "FULL_SHARD", "HYBRID_SHARD")),
+    *((how, "lr", RATE) for how in _DATA),
     ("Pipe", "lr", "lr of group 0 of the AdamW on pp rank {}: 0.5; on pp rank 0: 0.01"),
     ("Pipe", "batch", "a batch on rank {} of the pp axis that differs from that on rank 0"),
     ("Pipe", "clip", "gradients that each rank scaled by another factor"),
     ("Pipe", "loss", "a gradient of the output of a pipe that differs between ranks"),
-    *(
-        (how, "step", "the optimizer steps since the last backward pass on data rank 1: 'none'; on")
-        for how in ("DDP", "FULL_SHARD", "HYBRID_SHARD")
-    ),
+    *((how, "step", "since the last backward pass on data rank 1: 'none'; on") for how in _DATA),
     *((how, "weights", "weight on data rank {}, whose norm is") for how in ("DDP", "HYBRID_SHARD")),
     ("FULL_SHARD", "weights", ""),  # each rank may change its own shard
 ]
@@ -249,11 +247,14 @@ def of_a_loop(world: World, odd: bool, what: str) -> None:
     halves = [params[:1], params[1:]] if odd and what == "groups" else [params[:2], params[2:]]
     kind = torch.optim.Adam if odd and what == "class" else torch.optim.AdamW
     optim = kind([{"params": half} for half in halves], lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", 2.0 ** (8 + odd), enabled=what == "scaler")
     for step in range(CHANGED + 3):
         now = odd and step == CHANGED
         with torch.autocast("cpu", torch.bfloat16, enabled=now and what == "autocast"):
             found = loss(loop, rows(step, world.rank))
-        found.backward()
+        scaler.scale(found).backward()
+        if what == "clipped":
+            torch.nn.utils.clip_grad_value_(params, 1e-4 * (1 + now))
         if what == "norm":
             sw.clip_grad_norm(loop, 0.1 + now)
         if now and what == "scaled":
@@ -262,7 +263,7 @@ def of_a_loop(world: World, odd: bool, what: str) -> None:
             optim.state[params[1]]["step"].zero_()
         if now and what == "dropped":
             params[1].grad = None
-        optim.step()
+        scaler.step(optim)
         if now and what == "steps":
             optim.step()
         for p in params[: -1 if now and what == "zero_grad" else None]:
@@ -306,6 +307,8 @@ def of_an_engine(world: World, odd: bool, what: str) -> None:
         (of_a_loop, "frozen", "requires_grad of 1.bias on data rank 1: False"),
         (of_a_loop, "autocast", "torch.autocast in the forward pass on data rank 1: 'torch.bfloat"),
         (of_a_loop, "scaled", "gradients that each rank scaled by another factor"),
+        (of_a_loop, "clipped", "gradients that each rank clipped at another value"),
+        (of_a_loop, "scaler", "the scale of the gradient scaler on data rank 1: 512.0"),
         (of_a_loop, "dropped", "set to None before a step of the optimizer on data rank 1: ['0.bi"),
         (of_a_loop, "states", "changes of the states of the AdamW on data rank 1: True"),
         (of_an_engine, "autocast", "torch.autocast in the forward pass on data rank 1: 'torch.bf"),
@@ -338,9 +341,8 @@ def odd_rank_warns(world: World, what: str, said: str) -> None:
     """Rank 1 has other weights, by rounding, a hook of its own, or one more backward pass."""
     wrapped = sw.DDP(model(), world)
     if what == "weights":
-        with torch.no_grad():
-            for p in wrapped.parameters():
-                p.mul_((1 + 1e-6) ** world.rank)
+        for p in wrapped.parameters():
+            p.data.mul_((1 + 1e-6) ** world.rank)
     elif what == "writes":
         loss(wrapped, rows(0, world.rank)).backward()
         with torch.no_grad():
@@ -355,7 +357,7 @@ def odd_rank_warns(world: World, what: str, said: str) -> None:
         layer = wrapped.get_submodule("1")
         owner = layer.weight if what == "register_hook" else layer
         getattr(owner, what)(triple)
-    taken = [2.0] if what == "arguments" and world.rank else []
+    taken = [2.0, "x"] if what == "arguments" and world.rank else []
     value = (wrapped(rows(0, world.rank), *taken) * 3).square().mean()
     with pytest.warns(UserWarning, match=said):
         (value * 2 if what == "loss" and world.rank else value).backward()
@@ -363,8 +365,9 @@ def odd_rank_warns(world: World, what: str, said: str) -> None:
 
 
 def odd_tensor_rank_warns(world: World, what: str, said: str) -> None:
-    table = {"0": "colwise", "1": "rowwise"}
-    engine = sw.parallelize(model(), "tp2", world, loss=loss, table=table)
+    engine = sw.parallelize(
+        model(), "tp2", world, loss=loss, table={"0": "colwise", "1": "rowwise"}
+    )
     if world.rank:
         getattr(engine.model.get_submodule("1"), what)(lambda *_: None)
     with pytest.warns(UserWarning, match=said):
@@ -380,7 +383,7 @@ def odd_tensor_rank_warns(world: World, what: str, said: str) -> None:
         ("numbers", r"numbers of the model on data rank 1: {'config.gated': True}; on"),
         (
             "arguments",
-            r"numbers that forward passes take on data rank 1: \[2.0\]; on data rank 0: \[\]",
+            r"words that forward passes take on data rank 1: \[2.0, 'x'\]; on data rank 0: \[\]",
         ),
         ("register_hook", r"hooks of 1.weight on data rank 1: \['backward_hook triple"),
         ("register_forward_hook", r"hooks of 1 on data rank 1: .* on data rank 0: 'none'"),

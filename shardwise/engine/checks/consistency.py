@@ -24,7 +24,7 @@ import dis
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from inspect import signature
@@ -49,6 +49,8 @@ from shardwise.techniques.data.checksum import (
     beside_tensors,
     bits_sum,
     floats_of,
+    has_bits,
+    numbers_in,
     share_numbers,
     text_hash,
     weighted,
@@ -160,9 +162,22 @@ def _function_text(function: Any) -> str:
 
 
 def _numbers_of(function: Any) -> dict[str, int | str]:
-    """The other numbers that a function reads, except a rank's, and short texts ("sum")."""
+    """The other numbers that a function reads, except a rank's, short texts ("sum"), and the bits
+    of tensors.
+    """
     read = ((n, x) for n, x in _read_by(function).items() if "rank" not in n.lower())
-    return {n: x for n, x in read if type(x) in (int, bool) or (type(x) is str and x.isalpha())}
+    found = ((n, int(bits_sum(x)) if has_bits(x) else x) for n, x in _with_weights(read))
+    kinds = int, bool, float
+    return {n: x for n, x in found if type(x) in kinds or (type(x) is str and x.isalpha())}
+
+
+def _with_weights(read: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """And the weights of modules, as of a teacher; of sharded ones each rank has another part."""
+    for name, x in read:
+        yield name, x
+        yield from numbers_in(name, x).items()
+        if isinstance(x, nn.Module) and all(type(m._parameters) is dict for m in x.modules()):
+            yield from ((f"{name}.{key}", p.detach()) for key, p in x.named_parameters())
 
 
 def _read_by(function: Any) -> dict[str, Any]:
@@ -189,7 +204,8 @@ def _read_by(function: Any) -> dict[str, Any]:
 def _with_modules(read: dict[str, Any]) -> dict[str, Any]:
     """And the attributes of losses of torch's kind."""
     modules = {name: x for name, x in read.items() if isinstance(x, nn.modules.loss._Loss)}
-    return read | {f"{n}.{key}": x for n, m in modules.items() for key, x in vars(m).items()}
+    held = {n: {**vars(m), **m._buffers} for n, m in modules.items()}
+    return read | {f"{n}.{key}": x for n, own in held.items() for key, x in own.items()}
 
 
 def _code_text(code: Any) -> str:

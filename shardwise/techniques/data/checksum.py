@@ -14,11 +14,11 @@ Differences between ranks that may be intended (`Doubts`); each kind is warned a
 
     passes     backward passes of a loop's step, whose gradients are summed at once
     writes     of the program to parameters, optimizer states and gradients, between steps
-    arguments  floats that a loop's forward takes beside tensors, as a temperature
+    arguments  numbers and words that a loop's forward takes beside tensors, as a temperature
     graph      the operations of a loop's loss: that of the backward pass that runs, whose call is
                on the stack of this thread, or of the one that waits for it
     hooks      of the program on modules and parameters
-    numbers    of modules (epsilon, the rate of a dropout), and the functions that they call
+    numbers    of modules (epsilon, the rate of a dropout), words ("mean"), and functions
 
 Graphs, hooks and numbers are compared every so many steps, the others in each.
 """
@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from types import BuiltinFunctionType, FrameType, FunctionType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +79,11 @@ def bits_sum(x: Tensor) -> Tensor:
     """The exact sum of the bits of `x`, on its device."""
     x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
     return exact_sum(fold(x.detach().reshape(-1).view(INTEGERS[x.element_size()]), torch.int64))
+
+
+def has_bits(x: object) -> TypeGuard[Tensor]:
+    """Whether `bits_sum` can tell what it is: plain values, which nothing computed."""
+    return type(x) is Tensor and x.layout == torch.strided and not (x.is_meta or x.grad_fn)
 
 
 def text_hash(text: str) -> int:
@@ -269,6 +274,7 @@ Options = dict[str, Any]
 NUMBERS: Final = int, float, bool
 #: Names of attributes that may differ between ranks, or that others compare; and those of settings.
 _OF_A_RANK: Final = "rank", "dynamo", "training"
+_MOST_ITEMS, _MOST_ELEMENTS = 64, 2**16  # of a list among them, of a tensor
 _SETTINGS: Final = {"config", "cfg", "args", "hparams", "params", "options"}
 KINDS: Final = {
     "passes": "If the loss of each pass is divided by their number, this is no mistake.",
@@ -289,7 +295,7 @@ class Doubts:
         self.passes = self.gradient_writes = 0
         self.state_writes = False
         self.graph: Options = {}
-        self.arguments: list[float] = []  # of the forward passes, beside tensors
+        self.arguments: list[float | str] = []  # of the forward passes, beside tensors
         self.version: int | None = None  # of all parameters, in the step before
         self.warned = set[str]()  # of these kinds, which are compared no more
 
@@ -306,7 +312,7 @@ class Doubts:
                 "changes of gradients before the optimizer's step": self.gradient_writes,
             }
         found["graph"] = self.graph
-        found["arguments"] = {"the numbers that forward passes take": self.arguments}
+        found["arguments"] = {"the numbers and words that forward passes take": self.arguments}
         for name, owner in (*self.modules.items(), *self.params) if all_kinds else ():
             numbers = _values_of(owner) if isinstance(owner, nn.Module) else {}
             for kind, own in ("hooks", program_hooks(owner)), ("numbers", numbers):
@@ -320,6 +326,15 @@ class Doubts:
         warnings.warn(f"{error} {KINDS[kind]}", stacklevel=2)
 
 
+def numbers_in(name: str, x: Any) -> Options:
+    """`x` if it is a number, or the numbers in a short list, tuple or dict, unless of nn.Module."""
+    if isinstance(x, NUMBERS):
+        return {name: x}
+    items = x if isinstance(x, dict) else dict(enumerate(x)) if isinstance(x, list | tuple) else {}
+    short = items if len(items) <= _MOST_ITEMS and not name.startswith("_") else {}
+    return {f"{name}[{key!r}]": y for key, y in short.items() if isinstance(y, NUMBERS)}
+
+
 def numbers_of_attributes(owner: object) -> Options:
     """The numbers among the attributes of a module, and among those of its `config`, or `args`."""
     own = {n: x for n, x in vars(owner).items() if not any(word in n for word in _OF_A_RANK)}
@@ -331,16 +346,31 @@ def numbers_of_attributes(owner: object) -> Options:
     return found
 
 
-def floats_of(module: nn.Module) -> dict[str, float]:
-    """The floats of a module by name: epsilon, the rate of a dropout, ..."""
-    return {name: x for name, x in numbers_of_attributes(module).items() if type(x) is float}
+def floats_of(module: nn.Module) -> Options:
+    """The floats of a module that is made: epsilon, the rate of a dropout, those in its lists and
+    dicts; and the bits of its tensors that are no buffers.
+    """
+    found, tensors = numbers_of_attributes(module), Options()
+    own = ((n, x) for n, x in vars(module).items() if not any(word in n for word in _OF_A_RANK))
+    for name, x in own:
+        found |= numbers_in(name, x)
+        if has_bits(x) and x.numel() <= _MOST_ELEMENTS:
+            tensors[name] = int(bits_sum(x))
+    return {name: x for name, x in found.items() if type(x) is float} | tensors
 
 
 def _values_of(module: nn.Module) -> Options:
-    """Its numbers, but for those of a rank or of dynamo, and the names of functions it calls."""
-    functions = FunctionType, BuiltinFunctionType
-    named = {name: x.__qualname__ for name, x in vars(module).items() if isinstance(x, functions)}
-    return named | numbers_of_attributes(module)
+    """Its numbers, but for those of a rank or of dynamo, words, and what else it computes with."""
+    functions, found = (FunctionType, BuiltinFunctionType), numbers_of_attributes(module)
+    for name, x in vars(module).items():
+        if isinstance(x, functions):
+            found[name] = x.__qualname__
+            with suppress(ValueError):  # a name that has no value yet
+                held = [cell.cell_contents for cell in getattr(x, "__closure__", None) or ()]
+                found |= numbers_in(f"{name}.closure", held)
+        elif isinstance(x, str) and x.isalpha():
+            found[name] = x
+    return found
 
 
 #: The numbers of operations that no shape decides.

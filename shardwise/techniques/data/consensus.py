@@ -126,10 +126,12 @@ class Consensus:
         if self.ranks > 1 and same.every and not (self.rounds % same.every or doubts.graph):
             doubts.graph = operations_of_pass()
 
-    def see_inputs(self, inputs: Any) -> None:
+    def see_inputs(self, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         """A forward pass of a loop begins; ranks compare the inputs of the first one."""
         self.same.note_autocast()
-        self.same.doubts.arguments += leaves(inputs, float)
+        (args, kwargs), arguments = inputs, self.same.doubts.arguments
+        arguments += leaves(inputs, float)
+        arguments += [x for x in (*args, *kwargs.values()) if isinstance(x, int | str)]
         if not self.passes and self.ranks > 1:
             self.share = share_numbers(inputs, self.device)
         self.passes += 1

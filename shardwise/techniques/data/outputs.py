@@ -98,6 +98,7 @@ def watch(tensors: Iterable[Tensor], act: Callable[[], None]) -> bool:
 
 #: Elements of a flat parameter's gradient that are compared.
 _SAMPLE = 64
+_HOW = "scaled by another factor", "clipped at another value"
 
 
 #: The gradient of a flat parameter, and of how many parameters it is.
@@ -105,7 +106,9 @@ Gradient = Callable[[], tuple[Tensor | None, int]]
 
 
 class Scaling:
-    """The factors of `gradients`; `compares` on all ranks or on none."""
+    """How a program changes `gradients`: by a factor, or by clipping each element at a bound.
+    `compares` on all ranks or on none.
+    """
 
     def __init__(
         self, gradients: Sequence[Gradient], dtypes: Iterable[torch.dtype], *, compares: bool = True
@@ -139,36 +142,41 @@ class Scaling:
 
     @torch.no_grad()
     def joined(self, numbers: Tensor) -> Tensor:
-        """Numbers that the ranks sum; the factor's come first."""
+        """Numbers that the ranks sum; first the factor's and the bound's, 0 if there is none."""
         if not self.compares:
             return numbers
         if not self.changed:
-            return torch.cat([numbers.new_full((3,), float(self.kept)), numbers])
+            return torch.cat([numbers.new_tensor([self.kept] * 3 + [0] * 3), numbers])
         old, new = (torch.cat([pair[k] for pair in self.changed]).double() for k in (0, 1))
         factor = (old @ new) / (old @ old)
         off = torch.linalg.vector_norm(new - factor * old) / torch.linalg.vector_norm(new)
         one = (off <= self.rounding).double()  # 0 where it is NaN
-        own = torch.stack([one, *(torch.where(one > 0, factor**k, 0.0) for k in (1, 2))])
-        return torch.cat([own.to(numbers), numbers])
+        moved = torch.where(new == old, 0.0, new.abs())
+        bound = moved.max()
+        clipped = ((moved == 0) | (moved == bound)).all() & (bound > 0) & (one == 0)
+        own = [torch.where(one > 0, factor**k, 0.0) for k in range(3)]
+        own += [torch.where(clipped, bound**k, 0.0) for k in range(3)]
+        return torch.cat([torch.stack(own).to(numbers), numbers])
 
     def compared(self, sums: Sequence[float]) -> Sequence[float]:
-        """The sums over all ranks without the factor's. Raises InputError on all ranks if they
-        scaled by different factors.
+        """The sums over all ranks without those. Raises InputError on all ranks if they scaled by
+        different factors, or clipped at different bounds.
         """
         if not self.compares:
             return sums
-        count, total, squares = sums[:3]
-        mean = total / max(count, 1)
-        least = max(1e-3, 2 * self.rounding) * mean
-        if count > 1 and squares / count - mean * mean > least * least:
-            raise bad(
-                "gradients that each rank scaled by another factor before the last optimizer step, "
-                "as torch.nn.utils.clip_grad_norm_ does on a sharded module: it takes the norm of "
-                "one rank's parameters",
-                "one factor on all ranks. The step was wrong: continue from a checkpoint before it",
-                "sw.clip_grad_norm(module, max_norm)",
-            )
-        return sums[3:]
+        for how, (count, total, squares) in zip(_HOW, (sums[:3], sums[3:6]), strict=True):
+            mean = total / max(count, 1)
+            least = max(1e-3, 2 * self.rounding) * mean
+            if count > 1 and squares / count - mean * mean > least * least:
+                raise bad(
+                    f"gradients that each rank {how} before the last optimizer step. "
+                    "(torch.nn.utils.clip_grad_norm_ on a sharded module takes the norm of one "
+                    "rank's parameters.)",
+                    "one factor or bound on all ranks. The step was wrong: continue from a "
+                    "checkpoint before it",
+                    "sw.clip_grad_norm(module, max_norm)",
+                )
+        return sums[6:]
 
 
 def scaling_of(flats: Iterable[Flat]) -> Scaling:
