@@ -23,8 +23,8 @@ from benchmarks.contenders.contender import LEARNING_RATE, WEIGHT_DECAY, stack
 from benchmarks.table import aligned
 from shardwise.comm.objects import all_gather_object
 from shardwise.comm.start.launch import spawn
+from shardwise.comm.tiers.disk import Used
 from shardwise.comm.tiers.disk_bandwidth import FILE_BYTES, DiskBandwidth, measure
-from shardwise.comm.tiers.disk_use import Used
 from shardwise.comm.world import World
 
 ROUNDS: Final = 5

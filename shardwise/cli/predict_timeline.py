@@ -17,8 +17,8 @@ from rich.text import Text
 from shardwise.cli.predict_command import PredictRequest, predict_request
 from shardwise.core.errors import bad
 from shardwise.core.zero import GATHERED, KEPT, PREDICTED, TEMPORARY, Event
-from shardwise.train.plots import new_figure
 from shardwise.train.progress import unit_of
+from shardwise.train.report_contents import new_figure
 
 if TYPE_CHECKING:
     import torch

@@ -259,12 +259,10 @@ def widened(batch: Any, dtype: torch.dtype | None, model: nn.Module) -> Any:
         return batch
 
     def wide(x: Tensor) -> Tensor:
-        if not x.is_floating_point() or x.dtype == dtype:
-            return x
-        if torch.promote_types(x.dtype, dtype) == dtype:
-            return x.to(dtype)
-        cast_inputs(model, dtype)
-        return x
+        narrower = x.is_floating_point() and torch.promote_types(x.dtype, dtype) == dtype
+        if x.is_floating_point() and not narrower:
+            cast_inputs(model, dtype)
+        return x.to(dtype) if narrower else x
 
     return mapped(wide, batch, Tensor, objects=True)
 

@@ -33,8 +33,7 @@ from shardwise.models.decoder import flops_per_token
 from shardwise.train import metrics, progress, run_folder
 from shardwise.train.config import Config
 from shardwise.train.data.data import Index, block, unigram_entropy
-from shardwise.train.experts import step_loads
-from shardwise.train.metrics import Record
+from shardwise.train.metrics import Record, step_loads
 from shardwise.train.model import (
     Batch,
     batch,

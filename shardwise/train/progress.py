@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
 
 from shardwise.core.errors import one_line
-from shardwise.train import experts
+from shardwise.train import metrics
 from shardwise.train.metrics import Record
 
 EVERY_S = 10.0
@@ -60,7 +60,7 @@ def line(record: Record, steps: int) -> str:
     parts += [f"{record.tokens_per_s:,.0f} tokens/s"]
     parts += [] if record.mfu is None else [f"MFU {record.mfu:.1%}"]
     parts += [f"rank 0 sends {size_text(record.sent_bytes)}/step"]
-    parts += [experts.words(record)] if record.expert_loads else []
+    parts += [metrics.words(record)] if record.expert_loads else []
     parts += ["overflow, step skipped"] if record.skipped else []
     memory = record.memory_bytes or {}
     parts += ["holds " + " ".join(f"{k} {size_text(v)}" for k, v in memory.items())] * bool(memory)

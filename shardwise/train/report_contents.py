@@ -1,11 +1,12 @@
 """The contents of a run's report: each number, sentence and picture, once for all forms."""
 
+import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from rich.table import Table as Grid
 from rich.text import Text
@@ -16,11 +17,15 @@ from shardwise.core.plan.plan_parser import word_of
 from shardwise.core.schedule.clock import clock
 from shardwise.core.schedule.draw import as_svg
 from shardwise.prediction.search.result import parts_of
-from shardwise.train import experts, plots
+from shardwise.train import metrics
 from shardwise.train.data.packed import Packed
-from shardwise.train.progress import duration, ranks_text, size_text
+from shardwise.train.metrics import Record
+from shardwise.train.progress import duration, ranks_text, size_text, unit_of
 from shardwise.train.run_folder import PICTURES, PLOTS
 from shardwise.train.summary import Summary, TimeCost, all_agree, milliseconds
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MEASURED, PREDICTED, TOTAL = "measured", "predicted", "total"
 STEP_TIME: Final = "step_time.json"
@@ -177,7 +182,7 @@ def _loss_section(summary: Summary, smoothed: Sequence[float]) -> Section:
         "Loss",
         [said],
         picture=PICTURES[0],
-        draw=lambda: plots.loss(summary.records, smoothed, summary.unigram, _worlds(summary)),
+        draw=lambda: loss(summary.records, smoothed, summary.unigram, _worlds(summary)),
     )
 
 
@@ -188,7 +193,7 @@ def _memory(summary: Summary) -> Section:
         "Memory",
         table=_bytes_table(rank, series),
         picture=PICTURES[1],
-        draw=lambda: plots.bars(f"What rank {rank} holds between steps", _names(series), series),
+        draw=lambda: bars(f"What rank {rank} holds between steps", _names(series), series),
     )
 
 
@@ -206,7 +211,7 @@ def _bytes(summary: Summary) -> Section:
         ["Each row is an axis of the plan and an operation of its ranks.", *said],
         _bytes_table(rank, series),
         PICTURES[2],
-        lambda: plots.bars(f"What rank {rank} sends in a step", _names(series), series),
+        lambda: bars(f"What rank {rank} sends in a step", _names(series), series),
     )
 
 
@@ -263,18 +268,16 @@ def _schedule(plan: Plan) -> Section | None:
 
 def _experts(summary: Summary) -> Section | None:
     tenth = max(1, len(summary.records) // 10)
-    first = experts.sum_loads(summary.records[:tenth])
-    last = experts.sum_loads(summary.records[-tenth:])
+    first = metrics.sum_loads(summary.records[:tenth])
+    last = metrics.sum_loads(summary.records[-tenth:])
     if not last:
         return None
     text = (
-        f"The busiest expert of a layer has {experts.busiest(first):.2f} times the mean in the "
-        f"first tenth of the steps, and {experts.busiest(last):.2f} times in the last."
+        f"The busiest expert of a layer has {metrics.busiest(first):.2f} times the mean in the "
+        f"first tenth of the steps, and {metrics.busiest(last):.2f} times in the last."
     )
-    loads = {"first": experts.relative_loads(first), "last": experts.relative_loads(last)}
-    return Section(
-        "Experts", [text], picture=f"{PLOTS}/experts.svg", draw=lambda: plots.heat_maps(loads)
-    )
+    loads = {"first": metrics.relative_loads(first), "last": metrics.relative_loads(last)}
+    return Section("Experts", [text], picture=f"{PLOTS}/experts.svg", draw=lambda: heat_maps(loads))
 
 
 def _plan(plan: Plan) -> Section:
@@ -342,3 +345,83 @@ def _data(packed: Packed) -> str:
 
 def _loss(summary: Summary, nats: float) -> str:
     return f"{nats:.4f} nats a token, {summary.bits(nats):.3f} bits a byte"
+
+
+# --- the plots of a run as SVG --------------------------------------------------------------------
+
+COLOURS = ("#2a6f97", "#f4a259")  # measured, predicted
+MOST_NUMBERS = 16  # experts of a layer whose loads are written too
+
+
+def loss(
+    records: Sequence[Record],
+    smoothed: Sequence[float],
+    baseline: float,
+    worlds: Sequence[tuple[int, int]],
+) -> str:
+    """Training loss (each step, and smoothed), validation loss, and the unigram baseline."""
+    figure = new_figure(8, 4.5)
+    axes, (blue, orange) = figure.subplots(), COLOURS
+    steps, losses = [r.step for r in records], [r.loss for r in records]
+    axes.plot(steps, losses, color=blue, alpha=0.25, linewidth=0.8)
+    axes.plot(steps, smoothed, color=blue, label="training, smoothed")
+    evaluated = [(r.step, r.validation) for r in records if r.validation is not None]
+    if evaluated:
+        axes.plot(*zip(*evaluated, strict=True), "o-", color=orange, label="validation")
+    axes.axhline(baseline, color="grey", linestyle="--", label=f"unigram baseline {baseline:.2f}")
+    for step, ranks in worlds:
+        axes.axvline(step + 0.5, color="grey", linewidth=0.8)
+        axes.annotate(f"{ranks} ranks", (step + 0.5, 0), rotation=90, color="grey", fontsize=8)
+    most = max([baseline, *filter(math.isfinite, losses[:1])])
+    axes.set(xlabel="step", ylabel="loss, nats a token", ylim=(0, most * 1.05))
+    axes.legend(frameon=False)
+    return svg(figure)
+
+
+def bars(title: str, names: Sequence[str], series: Mapping[str, Mapping[str, int]]) -> str:
+    """A group of bars for each name, all in one unit."""
+    unit, unit_bytes = unit_of(max([0, *(n for sizes in series.values() for n in sizes.values())]))
+    figure = new_figure(8, 1.2 + 0.25 * (1 + len(series)) * max(1, len(names)))
+    axes, height = figure.subplots(), 0.8 / len(series)
+    axes.set(title=title, xlabel=unit)
+    for place, (label, sizes) in enumerate(series.items()):
+        at = [names.index(name) + (place - (len(series) - 1) / 2) * height for name in sizes]
+        lengths = [n / unit_bytes for n in sizes.values()]
+        boxes = axes.barh(at, lengths, 0.9 * height, color=COLOURS[place], label=label)
+        axes.bar_label(boxes, labels=[f" {size_text(n)}" for n in sizes.values()], fontsize=8)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    figure.legend(loc="outside lower center", ncols=len(series), frameon=False)
+    return svg(figure)
+
+
+def heat_maps(loads: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    """The loads of experts by layer, in the first and the last tenth of the steps, as colours."""
+    layers = [*loads["first"]]
+    columns = max(map(len, loads["first"].values()))
+    height = 1.2 + len(loads) * (0.6 + 0.35 * len(layers))
+    figure = new_figure(2 + max(6.0, 0.5 * columns), height)
+    for axes, (tenth, rows) in zip(figure.subplots(len(loads)), loads.items(), strict=True):
+        image = axes.imshow([*rows.values()], vmin=0.0, vmax=2.0, cmap="RdBu_r", aspect="auto")
+        axes.set_title(f"{tenth} tenth of the steps, in multiples of an even load", fontsize=9)
+        axes.set_yticks(range(len(layers)), layers, fontsize=7)
+        for y, row in enumerate(rows.values() if columns <= MOST_NUMBERS else ()):
+            for x, value in enumerate(row):
+                colour = "white" if abs(value - 1) > 0.7 else "black"
+                axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
+        figure.colorbar(image, ax=axes)
+    return svg(figure)
+
+
+def new_figure(width: float, height: float) -> "Figure":
+    """A figure without pyplot, which has state and a window system."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def svg(figure: "Figure") -> str:
+    text = io.StringIO()
+    figure.savefig(text, format="svg")
+    return text.getvalue()

@@ -27,7 +27,6 @@ from shardwise.techniques.expert.apply import experts_in, layers_of
 from shardwise.verify.costs import Costs, Theory
 from shardwise.verify.difference import Wholes, compared, ratio, scalar
 from shardwise.verify.finding import NEVER, BoxPlace, Errors, Finding, Parts, renamed
-from shardwise.verify.model_outputs import expected_outputs, returned
 from shardwise.verify.oracles import textbook
 from shardwise.verify.oracles.async_oracle import AsyncOracle
 from shardwise.verify.oracles.batches import IDLE_STEP, ROWS, SEED, Division, rows_of_step
@@ -40,7 +39,9 @@ from shardwise.verify.oracles.routes import Routes
 from shardwise.verify.records import (
     EngineStep,
     OracleStep,
+    expected_outputs,
     oracle_state,
+    returned,
     step_errors,
     tensor_errors,
 )

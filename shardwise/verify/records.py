@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.state.box import Box
 from shardwise.engine.step_end import Metrics
+from shardwise.techniques.expert.apply import experts_in
 from shardwise.verify.difference import Wholes, compared, scalar
 from shardwise.verify.finding import BoxPlace, Errors, Parts
 from shardwise.verify.oracles.async_oracle import AsyncOracle
@@ -95,3 +98,38 @@ def tensor_errors(
 
 def _named(wholes: Wholes, begin: str) -> Wholes:
     return {n.removeprefix(begin): x for n, x in wholes.items() if n.startswith(begin)}
+
+
+# --- the outputs of a model for a few rows --------------------------------------------------------
+
+
+def expected_outputs(oracle: Oracle | AsyncOracle, batch: Any, ranks: int, rank: int) -> Tensor:
+    """The oracle's outputs for the copy of `batch` of data rank `rank`. Every rank has the same
+    rows; layers of experts count the tokens of all copies, so one process computes them too.
+    """
+    if not experts_in(oracle.model):
+        return oracle.evaluate(lambda model: returned(oracle, model, batch))
+
+    def copied(x: Tensor) -> Tensor:
+        return torch.cat([x] * ranks) if x.dim() else x
+
+    every = pytree.tree_map_only(Tensor, copied, batch)
+    found = oracle.evaluate(lambda model: returned(oracle, model, every))
+    return found.tensor_split(ranks)[rank].clone() if found.dim() else found
+
+
+def returned(oracle: Oracle | AsyncOracle, model: nn.Module, batch: Any) -> Tensor:
+    """The first tensor that `model` returns in its loss; the loss itself if there is none."""
+    seen: list[Tensor] = []
+
+    def note(_module: nn.Module, _args: Any, found: Any) -> None:
+        found = getattr(found, "logits", found)
+        leaves = pytree.tree_leaves(found)
+        seen.extend(x for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
+
+    handle = model.register_forward_hook(note)
+    try:
+        loss = oracle.task.loss_of(model, batch, oracle.dtype)
+    finally:
+        handle.remove()
+    return seen[0] if seen else loss

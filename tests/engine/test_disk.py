@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.tiers.disk import THREADS, DiskError
-from shardwise.comm.tiers.disk_use import Used
+from shardwise.comm.tiers.disk import THREADS, DiskError, Used
 from shardwise.comm.tiers.tiers import Tiers
 from shardwise.comm.world import World, alone
 from shardwise.core.chunks import reserved_bytes

@@ -20,18 +20,20 @@ import mmap
 import os
 import tempfile
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.ledger import TIER, Ledger
-from shardwise.comm.tiers.disk_use import DiskUse
 from shardwise.core.chunks import ALIGN_BYTES, CHUNK_NUMEL, aligned
 from shardwise.core.errors import RunError, bad
 from shardwise.core.layouts.layout import between
@@ -323,3 +325,81 @@ def set_direct(file: int) -> bool:
         fcntl.fcntl(file, fcntl.F_SETFL, flags)
         return False
     return hasattr(os, "O_DIRECT")
+
+
+# --- how a disk is used ---------------------------------------------------------------------------
+
+Kind = Literal["read", "written"]
+Spending = Literal["waited", "updated"]
+_CLOCKS: Final = ("read", "written", "busy", "waited", "updated")
+
+
+@dataclass(frozen=True)
+class Used:
+    """Bytes and seconds; `-` gives what was used between two moments."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    read_s: float = 0.0
+    written_s: float = 0.0
+    busy_s: float = 0.0
+    waited_s: float = 0.0
+    updated_s: float = 0.0
+
+    def __sub__(self, before: "Used") -> "Used":
+        return Used(**{name: value - vars(before)[name] for name, value in vars(self).items()})
+
+
+@dataclass
+class _Clock:
+    """The time in which at least one request is under way."""
+
+    seconds: float = 0.0
+    requests: int = 0
+    since: float = 0.0
+
+    def change(self, by: int, now: float) -> None:
+        if self.requests:
+            self.seconds += now - self.since
+        self.since = now
+        self.requests += by
+
+
+@dataclass
+class DiskUse:
+    """Counts requests of several threads."""
+
+    counts: dict[str, int] = field(default_factory=lambda: {"read": 0, "written": 0})
+    clocks: dict[str, _Clock] = field(default_factory=lambda: {name: _Clock() for name in _CLOCKS})
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def request(self, kind: Kind, count: int) -> Iterator[None]:
+        self._change(kind, 1, 0)
+        try:
+            yield
+        finally:
+            self._change(kind, -1, count)
+
+    @contextmanager
+    def spending(self, what: Spending) -> Iterator[None]:
+        """Around a part of a step, on the thread that runs it."""
+        self._change(what, 1, 0)
+        try:
+            yield
+        finally:
+            self._change(what, -1, 0)
+
+    def _change(self, what: Kind | Spending, by: int, count: int) -> None:
+        with self.lock:
+            now = time.perf_counter()
+            self.clocks[what].change(by, now)
+            if what in self.counts:
+                self.counts[what] += count
+                self.clocks["busy"].change(by, now)
+
+    @property
+    def so_far(self) -> Used:
+        with self.lock:
+            seconds = [self.clocks[name].seconds for name in _CLOCKS]
+            return Used(self.counts["read"], self.counts["written"], *seconds)

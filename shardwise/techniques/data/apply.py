@@ -301,6 +301,7 @@ def cast_whole(
 
 
 def cast_params(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the parameters, and inputs of layers if any has another dtype than before."""
     casts = dtype in HALF
     for p, own in param_dtypes(model, dtype):
         casts |= p.dtype is not own
