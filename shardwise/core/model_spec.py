@@ -361,7 +361,6 @@ class ModelSpec:
     expert_layers  by name; `expert_moves`: what they send in each microbatch
     layers         the styles of layers with a mesh of their own, by the number of their plan;
                    `row_gathers`: what these gather in each microbatch
-    tiles          as in `Facts`
     """
 
     shape: ModelShape

@@ -84,7 +84,6 @@ def _twice(what: str, first: str, second: str) -> Problem:
 
 
 def _unknown(words: list[str]) -> Problem:
-    """One problem for all unknown words; the list of allowed words only where none is close."""
     given = " and ".join(f"'{word}'" for word in words)
     near = {word: _nearest(word) for word in words}
     instead = ", ".join(f"{near[word]} for '{word}'" for word in words if near[word])

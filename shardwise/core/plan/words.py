@@ -107,7 +107,6 @@ def _device_memory(word: str) -> int | None:
 
 
 def _problems(plan: "Plan", _: int | None) -> Iterator[Problem]:
-    """Arenas without a tensor to put in them, or of sizes that the plan does not fix."""
     if plan.arenas and (why := _no_arenas(plan)):
         allowed = "arenas with recompute:full, selective, partitioned, everyN or names; or with "
         allowed += "zero2 or zero3 and no pipeline"

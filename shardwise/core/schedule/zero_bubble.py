@@ -93,9 +93,7 @@ def dualpipe_v(p: int, m: int) -> Schedule:
 
 
 def filled(schedule: Schedule, most: int) -> Schedule:
-    """Insert a W for each I where its rank would wait, or would hold more than `most` tapes.
-    Assumes that all actions take the same time.
-    """
+    """Insert a W where its rank would wait or hold over `most` tapes; actions take equal time."""
     todo = [deque(row) for row in schedule.rows]
     late: list[deque[Action]] = [deque() for _ in todo]  # each rank's postponed W
     rows: list[list[Step]] = [[] for _ in todo]

@@ -46,9 +46,7 @@ def leaves(x: Any, kind: Kind, *, objects: bool = False) -> list[Any]:
 
 
 def paths(x: Any, kind: Kind, around: tuple[int, ...] = ()) -> list[tuple[str, Any]]:
-    """Every `kind` in `x` with its path: ("['ids']", ...), (".starts", ...).
-    `around`: the identities of what `x` is in, where a cycle ends.
-    """
+    """Every `kind` in `x` with its path ("['ids']", ".starts"); `around`: ids of what `x` is in."""
     if isinstance(x, kind):
         return [("", x)]
     if isinstance(x, PLAIN) or callable(x) or id(x) in around:
