@@ -110,9 +110,7 @@ Counts = Sequence[int]
 def begin_rows(
     x: Tensor, axis: Axis, out_counts: Counts, in_counts: Counts
 ) -> Callable[[], Tensor]:
-    """Begin `move.all_to_all`; returns a function that waits for the rows. Differentiable.
-    The function must be called, once, and `x` must not change before. Raises as `all_to_all`.
-    """
+    """Begin `move.all_to_all`, differentiable: call the result once; `x` must not change before."""
     check_counts(x, axis, out_counts, in_counts)
     if axis.size == 1:
         return lambda: x

@@ -1,8 +1,5 @@
 """Communication between ranks: every byte between them goes through a function of this file.
 
-Copies between a rank's device and its host are the axis "tier" of the door: tiers.py.  An
-all-to-all that overlaps with other work is in link_times.py.
-
 Functions named `begin...`, and `start`, return a `Pending`.  `root`, `to` and `source` are ranks on
 the axis.  The backward of `src -> dst` is `dst.dual -> src.dual`, so one autograd function serves
 all moves.  On an axis of one rank nothing is sent and nothing is counted, so callers need not ask

@@ -188,7 +188,6 @@ class World:
 
     def beside(self, mesh: Mesh, suffix: str = "") -> "World":
         """This world with the axes of `mesh` alone, and the same ledger, pool, arenas and tiers.
-
         Bytes are counted under the names of the axes and `suffix`.  All ranks must call it.
         """
         axes = tuple(
@@ -216,7 +215,6 @@ class World:
 
     def within(self, name: str, groups: Sequence[Sequence[int]], called: str = "") -> Axis:
         """The ranks of axis `name` that are in the same group as this one.  All ranks must call it.
-
         `groups` divides the ranks of the axis.  Bytes are counted under `called` or its name.
         """
         here = self.axis(name)

@@ -10,8 +10,7 @@ then sleeps between them; it raises an error if the other process is gone or has
 
 Stores become visible in order on x86-64 only; other CPUs have no mailboxes.  The memory never has a
 name in a file system, so no rank leaves it behind, however it ends: other ranks open it through the
-process that created it.  SHARDWISE_SHARED_MEMORY=0, or `sw.init(shared_memory=False)`, turns all of
-this off.
+process that created it.  SHARDWISE_SHARED_MEMORY=0 turns all of this off.
 """
 
 import mmap
@@ -135,9 +134,7 @@ class Mailboxes:
     def read(
         self, like: Tensor, source: int, use: Callable[[Tensor], Tensor], line: Line
     ) -> Callable[[], Any]:
-        """Receive the next message, of the shape of `like`; the wait returns the result of `use`.
-        `use` is called with the message in its mailbox, or with a copy, and must keep no view.
-        """
+        """Receive a message like `like`; `use` gets it, or a copy, and must keep no view."""
         return self._expect(Arrival(like, None, line, use), source)
 
     def meet(

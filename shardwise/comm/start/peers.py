@@ -388,9 +388,7 @@ def _is_busy(gpu: int | None) -> bool:
 
 
 def collective_frame(ident: int) -> FrameType | None:
-    """The outermost frame of the collective that the thread is in; None outside collectives.
-    Inner frames change while a rank polls a mailbox.  Do not keep the frame: see CallStack.
-    """
+    """The thread's outermost frame in a collective, else None.  Do not keep it: see CallStack."""
     frame, outermost = sys._current_frames().get(ident), None
     while frame is not None and frame.f_code.co_filename.startswith(_COLLECTIVE_FILES):
         frame, outermost = frame.f_back, frame
