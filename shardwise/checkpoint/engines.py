@@ -284,7 +284,6 @@ def load(
 
 
 def _given(saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
-    """New memory for the tensors of a checkpoint's `extra`."""
     return {
         name.removeprefix(GIVEN): torch.zeros(shape, dtype=dtype, device="cpu")
         for name, (shape, dtype) in saved.items()
@@ -359,7 +358,6 @@ def _peek(folder: Path) -> OpenCheckpoint | None:
 
 
 def _of_weights(engine: Engine, names: set[str]) -> list[Box]:
-    """The engine's weights and buffers, under their names in imported weights."""
     tied = {name: group for group in described(engine)["tied"] for name in group}
     transient = set(described(engine)["transient"])
     found: list[Box] = []

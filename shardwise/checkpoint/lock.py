@@ -109,7 +109,6 @@ def _sign(opened: int) -> None:
 
 
 def _release(file: Path, opened: int) -> None:
-    """Remove the file, unless it is another's, then release the lock."""
     with suppress(OSError):
         if _is_at(file, opened):
             file.unlink()  # still locked: who opened it meanwhile sees that it is gone

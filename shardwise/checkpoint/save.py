@@ -1,10 +1,6 @@
 """Saving: every rank writes its boxes, and the checkpoint appears at once or not at all.
 
-plan       all ranks compare their boxes; a piece that several hold is written by one of them
-write      each rank writes its pieces, and hashes their files
-publish    rank 0 adds index and manifest, and gives the folder its name
-
-`save` does all three, and the ranks meet after each. After `plan`, a thread can do the others
+The ranks plan, write and publish, and meet after each. After the plan, a thread can do the others
 beside the next steps (pending.py).
 """
 
