@@ -130,7 +130,6 @@ def _value(text: str, only_text: bool) -> Any:
 
 
 def _problem(error: dict[str, Any], values: Mapping[str, Any]) -> Problem:
-    """One of pydantic's errors, for a key or an item of its list."""
     section, *rest = (str(part) for part in error["loc"][:2])
     key = ".".join([section, *rest])
     if error["type"] == "extra_forbidden":
@@ -148,7 +147,6 @@ def _problem(error: dict[str, Any], values: Mapping[str, Any]) -> Problem:
 
 
 def _nearest_keys(key: str) -> list[str]:
-    """The keys that were probably meant by `key`, with or without a section."""
     section, dot, name = key.rpartition(".")
     name = name if dot else key
     keys = [f"{part}.{each}" for part in Config.model_fields for each in _keys(part)]

@@ -118,9 +118,8 @@ def _step_of(line: bytes) -> int:
 
 
 class MetricsWriter:
-    """Writes records to the file, on rank 0, and passes them on to the callbacks. `failure` says
-    why the run has to end on all ranks: a callback failed, or the run's folder is gone. A full disk
-    does not end the run: `unwritten` says once that records are missing.
+    """Writes records on rank 0, and passes them to the callbacks. `failure` says why the run ends
+    on all ranks: a callback failed, or its folder is gone. `unwritten` reports a full disk, once.
     """
 
     def __init__(self, file: TextIO | None, callbacks: Callbacks) -> None:

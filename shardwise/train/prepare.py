@@ -1,8 +1,7 @@
 """Preparation of a run: checks plan, folder, tokens and model sizes before anything starts.
 
 The checks run in order of their cost. A command that starts several ranks prepares once before
-starting them, so that a wrong input is one paragraph instead of one per rank, and the data is
-already tokenised when the ranks start.
+starting them, so that a wrong input is one paragraph instead of one per rank.
 """
 
 import math

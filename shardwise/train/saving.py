@@ -1,9 +1,4 @@
-"""Checkpoints of a run: saving, loading, and removing the oldest.
-
-A checkpoint holds full named tensors and a few numbers: the engine's counters, the step, the
-sequences consumed, and the identity of the data. Nothing in it depends on the plan, so a run can
-resume under another plan and on another number of ranks.
-"""
+"""Checkpoints of a run, which do not depend on its plan: saving, loading, removing the oldest."""
 
 import time
 from collections.abc import Callable

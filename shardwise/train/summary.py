@@ -96,8 +96,7 @@ def _rate(ranks: list[tuple[int, float]]) -> str:
 @dataclass(frozen=True)
 class RankCost:
     """A rank's memory by category and traffic per step by kind: measured and predicted.
-    `bytes_between` has the least and the most bytes of the kinds that depend on values.
-    `peak_bytes` is the most memory of the rank's process.
+    `bytes_between` bounds the kinds that depend on values; `peak_bytes` is that of the process.
     """
 
     memory: dict[str, int]

@@ -1,10 +1,7 @@
 """Text sources: files on this machine, as one deterministic sequence of documents.
 
-"stdlib"              the source of this Python's standard library
-notes.txt             one document
-data.jsonl            one document per line, in the field `field`
-data.parquet          one document per row, in the column `field` (extra `parquet`)
-a folder, a glob      every such file in it, in sorted order
+"stdlib" is the source of this Python's standard library. A .jsonl file has one document per line,
+and a .parquet one per row, in `field`; a folder or a glob is read in sorted order.
 
 Text is UTF-8. With `exact`, for a vocabulary of bytes, bytes that are not UTF-8 become lone
 surrogates (PEP 383), which `raw` converts back.

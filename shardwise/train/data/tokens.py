@@ -1,8 +1,4 @@
-"""Vocabularies: from text to token numbers.
-
-By default a token is a byte, and one more number separates documents. `bpe:SIZE` trains a
-byte-level BPE on the data (the `tokenizers` library); a path loads any tokenizer.json.
-"""
+"""Vocabularies: from text to token numbers."""
 
 import hashlib
 import json
