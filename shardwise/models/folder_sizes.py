@@ -62,7 +62,6 @@ def check_sizes(path: Path, said: dict[str, Any], weights: WeightsFolder) -> Non
 
 
 def _sizes(said: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """All entries, also of parts such as `text_config`."""
     for name, value in said.items():
         if isinstance(value, dict):
             yield from _sizes(value)
