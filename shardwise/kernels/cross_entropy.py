@@ -12,9 +12,6 @@ weight of the z-loss,
 
     loss = (1 - s) (log Z + M - x[target])  +  s (log Z + M - mean x)  +  z (log Z + M)^2
     grad = (1 + 2 z (log Z + M)) softmax  -  (1 - s) onehot  -  s / V
-
-(Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; label smoothing: Szegedy et al., arXiv
-1512.00567, section 7; z-loss: Chowdhery et al., "PaLM", arXiv 2204.02311, section 5.)
 """
 
 from collections.abc import Iterator
