@@ -332,11 +332,7 @@ class _Pass:
 
 
 class PipeOutputs:
-    """The outputs of the last stage go to the user's loop, detached from their graph.
-
-    results   by microbatch, the tensors that the last stage returned
-    grads     by microbatch, the gradients of tensors that require one
-    """
+    """The last stage's `results`, detached for the loop, and their `grads`, by microbatch."""
 
     def __init__(self) -> None:
         self.results: dict[int, list[Tensor]] = {}

@@ -200,7 +200,6 @@ def _require_precision(module: nn.Module, precision: Any, caller: str) -> None:
 
 
 def _warn_of_16_bits(module: nn.Module, world: World) -> None:
-    """Print a line if the optimizer of the loop will update weights of 16 bits."""
     trained = [p for p in module.parameters() if p.requires_grad]
     if world.rank == 0 and trained and all(p.dtype in HALF for p in trained):
         print(
