@@ -272,7 +272,8 @@ class Engine:
         if not late:
             step_end.update_or_skip(self, unread, summed, arriving)
         else:
-            self.updates.without_wait(unread, numbers, weights.alone, arriving)
+            factor, norm = self.updates.factor_without_wait(unread, numbers, weights.alone)
+            self.updates.update(arriving, factor, norm)
         self.data.units.begin_unshard()
         self.unread = unread if late else None
         if unread.numbers.ready:

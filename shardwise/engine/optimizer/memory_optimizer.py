@@ -86,8 +86,8 @@ class MemoryOptimizer(ShardedOptimizer):
         parts = [[*gradients]] if self.together else [plain, wide, *([k] for k in half)]
         for part in filter(None, parts):
             members = [pair for k in part for pair in self._attach(k, gradients[k], scale)]
-            with self._whole(part, scale):
-                self.step_members(members)
+            with self._whole(part, scale), self.only(members):
+                self.torch.step()
             for k in part:
                 self._end_step(k)
         options["found_inf"] = None

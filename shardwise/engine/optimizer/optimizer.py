@@ -197,7 +197,9 @@ class ShardedOptimizer(Optimizer, ABC):
         for flat in flats:
             flat.grads.clear()
 
-    def step_members(self, members: Iterable[Member]) -> None:
+    @contextmanager
+    def only(self, members: Iterable[Member]) -> Iterator[None]:
+        """Inside, torch's optimizer has `members` alone."""
         groups = self.torch.param_groups
         everyone = [group["params"] for group in groups]
         try:
@@ -206,7 +208,7 @@ class ShardedOptimizer(Optimizer, ABC):
             for number, target in members:
                 groups[number]["params"].append(target)
             even_out(self.torch)
-            self.torch.step()
+            yield
         finally:
             for group, params in zip(groups, everyone, strict=True):
                 group["params"] = params

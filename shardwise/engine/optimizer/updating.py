@@ -301,10 +301,10 @@ class Updates:
         self.optimizer.note()
         self.scale.update(overflow=False)
 
-    def without_wait(
-        self, unread: PendingResult, numbers: Tensor, alone: float | None, arriving: Iterable[Unit]
-    ) -> None:
-        """Update by the numbers of a step that the device may not have made yet.
+    def factor_without_wait(
+        self, unread: PendingResult, numbers: Tensor, alone: float | None
+    ) -> tuple[Factor, Tensor | None]:
+        """For `update`, from the numbers of a step that the device may not have made yet.
 
         `alone` is the number of microbatches if no other rank computes tokens.
         """
@@ -318,7 +318,7 @@ class Updates:
         correction = over / (tokens.clamp(min=1) * parts) if alone is None else 1 / alone
         finite = torch.stack([loss, squares]).isfinite().all()
         norm = squares.sqrt() * correction if unread.by_norm else None
-        self.update(arriving, Factor(correction, finite.logical_not().float()), norm)
+        return Factor(correction, finite.logical_not().float()), norm
 
     def squares(self, number: Tensor) -> tuple[Tensor, Tensor]:
         """The sum of squares of all ranks' gradients [1], loss scale included: a double.

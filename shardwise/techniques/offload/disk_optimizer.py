@@ -190,7 +190,8 @@ class DiskOptimizer(ShardedOptimizer):
                 }
             members.append((i, target, views))
         groups = self.group_of
-        self.step_members((groups[id(targets[i])], p) for i, p, _ in members)
+        with self.only((groups[id(targets[i])], p) for i, p, _ in members):
+            self.torch.step()
         for i, target, views in members:
             after = state_of.pop(target, {})
             fresh[targets[i]] = self._new_state(k, i, after, views)
