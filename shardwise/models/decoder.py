@@ -27,7 +27,7 @@ def build(sizes: Sizes) -> nn.Module:
 
 
 def fill(sizes: Sizes, seed: int) -> Fill | None:
-    """Writes a parameter's first value: the folder's, or by seed, name; None for a user's model."""
+    """Writes a parameter's first value: the folder's, or by seed and name; None for user models."""
     if isinstance(sizes, FolderConfig):
         return pretrained.fill(sizes)
     if isinstance(sizes, UserConfig):

@@ -158,7 +158,7 @@ def check_same(before: "Sizes", now: "Sizes") -> None:
 def prepare(
     config: Config, ranks: int, start: RunStart, most_bytes: float = math.inf
 ) -> PreparedRun:
-    """Check and prepare the inputs of a run; without a run, only `most_bytes` of larger data."""
+    """Check and prepare the inputs of a run; a check alone tokenises only some `most_bytes`."""
     plan = checked_plan(config, ranks)
     check_cluster(config, plan)
     run_folder.check(config, start.resume, start.overwrite)

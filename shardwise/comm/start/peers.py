@@ -117,7 +117,7 @@ class HeartbeatMonitor:
 
 
 def find_hang(heartbeats: Mapping[int, Heartbeat], patience_s: float) -> tuple[int, str] | None:
-    """A rank that makes others wait too long (of all that wait, the longest), and the error."""
+    """A rank that makes others wait too long, or if all wait the longest waiting; and the error."""
     present = {rank: beat for rank, beat in heartbeats.items() if not beat.left}
     left = sorted(heartbeats.keys() - present.keys())
     longest = max(present, key=lambda rank: present[rank].waits_s)

@@ -192,7 +192,7 @@ class Disk:
     def begin_read(
         self, extent: Extent, chunk: int, buffer: Buffer, *, counted: bool = True
     ) -> Future[None]:
-        """Begin to read a chunk after its last write; `counted`: in the ledger, here."""
+        """Begin to read a chunk after its last write; if not `counted`, the ledger has it."""
         self.require()
         before, size = extent.writes.pop(chunk, None), extent.chunk_bytes(chunk)
         if counted:

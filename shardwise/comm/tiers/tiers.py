@@ -44,7 +44,7 @@ class CopyEnd(Protocol):
 
 
 class _HostMemory:
-    """A storage on the host, and copies that may be under way: (first byte, stop byte, end)."""
+    """A storage on the host; its copies under way: (first byte, byte after the last, end)."""
 
     def __init__(self, weak: StorageWeakRef) -> None:
         self.weak = weak
