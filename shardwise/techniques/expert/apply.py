@@ -1,9 +1,5 @@
 """Shards the experts of a model over the axis `ep`, which divides the data ranks.
 
-    dp4 ep2    data rank    0    1    2    3        rows of the batch: each its own
-               ep           0    1    0    1        experts: the first half, the second half
-               edp          0    0    1    1        ranks 0 and 2 hold the same experts
-
 `ep` groups neighbours of the innermost data axis and shards the stacked weights of experts. On the
 ranks that hold the same experts (`edp`, and `dp_replicate`) these weights follow the plan's row,
 and their gradients are summed: an expert gets the tokens of its whole `ep` group. All other
@@ -85,7 +81,6 @@ class ExpertLayout(Applied):
             records.end()
 
     def see(self, name: str, routing: Routing) -> None:
-        """Add the routing of a training pass to the loads of the layer of that name."""
         if torch.is_grad_enabled():
             found, before = Load.of(routing), self.loads.get(name)
             self.loads[name] = found if before is None else before.plus(found)
@@ -131,7 +126,6 @@ def layers_of(model: nn.Module) -> dict[str, MoE]:
 
 
 def stacks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules with stacked weights of experts by name, ours and transformers'."""
     ours = {f"{name}.experts": layer.experts for name, layer in layers_of(model).items()}
     return ours | stacked_experts(model)
 

@@ -60,9 +60,8 @@ class Exchange:
         peers: tuple[int, ...],
         slots: tuple[int, ...] = (),
     ) -> "Exchange":
-        """The exchange of this data rank; `peers` are the data ranks of its `ep` axis. `slots` are
-        the experts in the order of their ranks, if that is not the order of their numbers; "by
-        expert" then means in this order.
+        """For this data rank; `peers` are the data ranks of its `ep` axis. `slots`: the experts by
+        rank, if this is not their order; "by expert" then means in this order.
         """
         loads_RE, chosen, rank = routing.loads, routing.experts, batch.rank
         if slots:
@@ -89,7 +88,6 @@ class Exchange:
         return self.begin_dispatch(rows)()
 
     def begin_dispatch(self, rows: Tensor) -> Callable[[], Tensor]:
-        """Begin `dispatch`; returns a function that waits for its result."""
         arrive = self._begin_exchange("dispatch", rows, self.received_rows, self.sent_rows)
         if self.ep.size == 1:
             return arrive
@@ -131,17 +129,14 @@ Stacks = tuple[Tensor, Tensor, Tensor]
 
 
 def feed_forward(rows: Tensor, counts: list[int], stacks: Stacks) -> Tensor:
-    """down(silu(gate x) * up x) for rows by expert, [N, D] to [N, D]. An expert without rows has a
-    gradient of zeros.
-    """
+    """down(silu(gate x) * up x) of rows by expert, [N, D]; without rows, gradients are zeros."""
     of = grouped if fits(rows, stacks) else looped
     return of(rows, counts, stacks)
 
 
 def fits(rows: Tensor, stacks: Stacks) -> bool:
-    """Whether grouped products can compute these, and are not slower, also in a recomputation.
-    Dispatch modes that count, keep or replace operations expect the usual ones, as do tensors
-    without data.
+    """Whether grouped products apply and are not slower, also in a recomputation. Not under
+    dispatch modes, which expect the usual operations, nor for tensors without data.
     """
     if len(stacks[0]) < LEAST or not len(rows) or rows.is_meta:
         return False
@@ -182,7 +177,6 @@ def looped(rows: Tensor, counts: list[int], stacks: Stacks) -> Tensor:
 
 
 def grouped(rows: Tensor, counts: list[int], stacks: Stacks) -> Tensor:
-    """One product of all experts for each of the three weights."""
     gate, up, down = stacks
     ends = torch.tensor(counts, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
     ends = ends.to(rows.device)

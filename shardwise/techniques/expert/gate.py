@@ -1,15 +1,7 @@
 """A gate with its options: from logits to a routing of the global batch.
 
-switch              top-1, weighted by its probability
-gshard              top-2; the second with a probability of twice its weight
-topk                top-k of a softmax over all experts
-topk-renormalised   the same, with weights that add up to 1
-topk-softmax-after  a softmax over the k largest logits
-noisy-topk          the same, of logits with learned noise
-sigmoid             top-k of sigmoid + bias, balanced without a loss
-expert-choice       each expert takes its share of the tokens
-assigned, hash, cluster, argmax
-                    hard: one expert with weight 1
+docs/explanation/experts.md lists the gates. The hard ones, `assigned`, `hash`, `cluster` and
+`argmax`, give each token one expert with weight 1.
 """
 
 import math
@@ -142,7 +134,6 @@ class Gate:
 
     @property
     def hard(self) -> bool:
-        """Whether each token has one expert with weight 1."""
         return self.name in HARD
 
     def route(
@@ -154,9 +145,7 @@ class Gate:
         losses: bool = True,
         layer: str = "a gate",
     ) -> Routing:
-        """The routing of N tokens with logits [N, E]. Called by all data ranks. Raises InputError,
-        on all data ranks, if a rank's `extra.target` has an unknown expert.
-        """
+        """Route logits [N, E]. All data ranks call it, and raise InputError for a bad target."""
         if self.name == "expert-choice":
             return self._by_experts(logits, batch, losses=losses)
         choice = self.choose(logits, extra)

@@ -70,9 +70,7 @@ def gshard(logits: Tensor, uniform: Tensor | None = None) -> Choice:
 
 
 def topk_softmax_before(logits: Tensor, k: int, *, normalised: bool = False) -> Choice:
-    """Top-k of a softmax over all experts; `normalised` divides the k weights by their sum. Switch
-    Transformers (arXiv 2101.03961), eq. 1-2, for k >= 1.
-    """
+    """Top-k of a softmax over all E (arXiv 2101.03961, eq. 1-2); `normalised`: weights of sum 1."""
     probabilities = logits.softmax(-1)
     weights, experts = probabilities.topk(k, dim=-1)
     if normalised:
@@ -81,9 +79,7 @@ def topk_softmax_before(logits: Tensor, k: int, *, normalised: bool = False) -> 
 
 
 def topk_softmax_after(logits: Tensor, k: int) -> Choice:
-    """A softmax over the k largest logits, so that the weights add up to 1. Shazeer et al., arXiv
-    1701.06538, eq. 3 and 5, without noise; Mixtral (arXiv 2401.04088).
-    """
+    """A softmax over the k largest logits (arXiv 1701.06538, eq. 3 and 5; Mixtral, 2401.04088)."""
     top, experts = logits.topk(k, dim=-1)
     return Choice(experts, top.softmax(-1), logits.softmax(-1))
 
@@ -91,19 +87,15 @@ def topk_softmax_after(logits: Tensor, k: int) -> Choice:
 def noisy_topk(
     logits: Tensor, k: int, spread: Tensor | None = None, normal: Tensor | None = None
 ) -> Choice:
-    """Top-k of logits + normal * softplus(spread), a softmax over the k largest. spread: [N, E],
-    from a second linear layer. normal: [N, E] standard normal numbers, or None (in evaluation) for
-    no noise. Shazeer et al., arXiv 1701.06538, eq. 3-5.
-    """
+    """Top-k of logits + normal * softplus(spread), all [N, E] (arXiv 1701.06538, eq. 3-5)."""
     if spread is not None and normal is not None:
         logits = logits + normal.to(logits) * functional.softplus(spread)
     return topk_softmax_after(logits, k)
 
 
 def sigmoid(logits: Tensor, k: int, bias: Tensor, *, scale: float = 1.0) -> Choice:
-    """Top-k of sigmoid(logits) + bias; the weights are the sigmoids alone, with sum `scale`. bias:
-    [E], balanced by `balanced_bias` instead of an auxiliary loss. DeepSeek-V3 (arXiv 2412.19437),
-    section 2.1.2, eq. 13-16.
+    """Top-k of sigmoid(logits) + bias [E]; the weights are the sigmoids alone, with sum `scale`.
+    DeepSeek-V3 (arXiv 2412.19437), section 2.1.2, eq. 13-16.
     """
     scores = logits.sigmoid()
     experts = (scores + bias.to(scores)).topk(k, dim=-1).indices
@@ -113,9 +105,8 @@ def sigmoid(logits: Tensor, k: int, bias: Tensor, *, scale: float = 1.0) -> Choi
 
 
 def balanced_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
-    """The bias [E] after a step in which experts had `counts` [E] choices of the global batch. It
-    rises by `rate` for an expert below the mean, else falls by it. DeepSeek-V3 (arXiv 2412.19437),
-    section 2.1.2; Wang et al., arXiv 2408.15664, algorithm 1.
+    """The bias [E] after experts had `counts` [E] choices: it rises by `rate` below the mean, else
+    falls. DeepSeek-V3, section 2.1.2; Wang et al., arXiv 2408.15664, algorithm 1.
     """
     counts = counts.to(bias)
     return bias + rate * torch.sign(counts.mean() - counts)
@@ -157,9 +148,7 @@ class GateOutput:
 
 
 def losses_of(found: GateOutput, names: tuple[str, ...], batch: GlobalBatch) -> dict[str, Tensor]:
-    """The losses called `names`, without dims; 0 for a global batch without tokens. Called by all
-    data ranks: one all-reduce of 2E + 1 numbers, if there is any loss.
-    """
+    """The losses `names` without dims; all data ranks call it: one all-reduce of 2E + 1 numbers."""
     if not names:
         return {}
     experts = found.logits.shape[-1]
@@ -175,7 +164,6 @@ def losses_of(found: GateOutput, names: tuple[str, ...], batch: GlobalBatch) -> 
 
 
 def balance(probability: Tensor, counts: Tensor) -> Tensor:
-    """E * sum_e f_e P_e, from the mean probability [E] and the number of choices [E]."""
     share = counts.to(probability) / counts.sum().clamp(min=1)
     return len(probability) * (share * probability).sum()
 

@@ -1,5 +1,4 @@
-"""Hard gates: each token goes to exactly one expert, with weight 1; and gates that change with
-passes.
+"""Hard gates, which give each token one expert with weight 1; and gates that change with passes.
 
     N  tokens of this rank      E  experts      D  width of a feature
 
@@ -98,9 +97,8 @@ def _to_int64(number: int) -> int:
 
 
 def argmax(logits: Tensor, targets: Tensor | None = None) -> Choice:
-    """The expert of the largest logit, with weight 1. The router learns to predict an assignment,
-    such as balanced clusters, by cross-entropy (`assignment_loss`). Gross et al., arXiv 1704.06363,
-    section 3.1.
+    """The expert of the largest logit, with weight 1. The router learns to predict an assignment
+    (`assignment_loss`). Gross et al., arXiv 1704.06363, section 3.1.
     """
     given = logits.argmax(-1) if targets is None else targets
     chosen, valid = _clamp_to_experts(given, logits.shape[-1])
@@ -181,9 +179,7 @@ def _assign_with_room(distances_NE: Tensor) -> Tensor:
 
 
 def _means(features: Tensor, clusters: Tensor, centroids: Tensor) -> Tensor:
-    """The mean feature of each cluster [E, D]; for one without features, the old centroid. By a
-    matrix product: index_add on CUDA would give ranks different centroids.
-    """
+    """Means [E, D] of clusters, else the old centroids. CUDA's index_add would differ by rank."""
     members = functional.one_hot(clusters, len(centroids)).double()
     sums = torch.zeros_like(centroids, dtype=torch.float64)
     for own, part in zip(_in_parts(members, features), _in_parts(features, features), strict=True):
@@ -193,12 +189,10 @@ def _means(features: Tensor, clusters: Tensor, centroids: Tensor) -> Tensor:
 
 
 def _distances(features: Tensor, centroids: Tensor) -> Tensor:
-    """The squared distance of each feature to each centroid minus the feature's square, [N, E].
+    """|x - c|^2 - |x|^2 = |c|^2 - 2 x c for each feature and centroid, [N, E].
 
-        |x - c|^2 - |x|^2  =  |c|^2 - 2 x c
-
-    A matrix product rounds differently for other numbers of features, so it is made in fp64:
-    rounding then does not decide which centroid is nearest. Equal centroids have equal distances.
+    A matrix product rounds differently for other numbers of features. In fp64 rounding does not
+    decide which centroid is nearest. Equal centroids have equal distances.
     """
     c_ED = centroids.double()
     parts = [
@@ -238,7 +232,6 @@ class PassRecords:
         return state
 
     def record(self, value: Tensor) -> None:
-        """Keep the value that determines a forward pass, if the pass may be repeated."""
         if self.recording:
             self.values[self.position] = value.clone()
         self.position += 1

@@ -62,14 +62,12 @@ class ExpertPlace:
     slots: tuple[int, ...] = ()
 
     def enter_and_record(self, x: Tensor) -> Tensor:
-        """`x` for the ranks that compute parts; their gradients are summed."""
         now = phase()
         returns = int(x.requires_grad and now == "forward")
         self.batch.record(ExpertMove("enter", x.numel(), x.element_size(), now, returns))
         return self.enter(x)
 
     def leave_and_record(self, y: Tensor) -> Tensor:
-        """The sum of the parts' outputs y [..., T, D]."""
         now = phase()
         returns = int(y.requires_grad and now == "forward")
         size, length = y.element_size(), y.shape[-2]
@@ -109,9 +107,7 @@ class Load(NamedTuple):
 
 
 class Experts(nn.Module):
-    """E feed-forward networks, down(silu(gate(x)) * up(x)) from D to F and back (SwiGLU). Their
-    weights are stacked: gate and up are [E, F, D], down is [E, D, F].
-    """
+    """E SwiGLU networks, D to F and back. Weights: gate and up [E, F, D], down [E, D, F]."""
 
     def __init__(self, experts: int, width: int, hidden: int) -> None:
         super().__init__()
@@ -333,9 +329,7 @@ class MoE(nn.Module):
                 before.data.copy_(torch.where(counts, now.to(before), before))
 
     def _loss(self, routing: Routing, logits: Tensor) -> Tensor:
-        """The auxiliary losses by their coefficients. Ranks that compute parts of the experts sum
-        the gradients of the logits, so each has its share.
-        """
+        """The weighted auxiliary losses. `parts` ranks sum the gradients, so each has its share."""
         total = logits.new_zeros(())
         for name, value in routing.losses.items():
             total = total + self.gate.losses.get(name, 1.0) * value

@@ -93,7 +93,6 @@ def _in_evaluation(move: ExpertMove) -> bool:
 
 
 def _bounds(share: Share) -> dict[str, tuple[int, int]]:
-    """Of the lines that depend on the routing of tokens; loads have the tokens of all ranks."""
     plan, spec, rank = share.plan, share.spec, share.rank
     if plan.ep == 1 or not spec.expert_moves:
         return {}
@@ -105,7 +104,6 @@ def _bounds(share: Share) -> dict[str, tuple[int, int]]:
 def _exchanged_bytes(
     plan: Plan, spec: ModelSpec, rank: int, bound: Bound, tokens: Sequence[Sequence[int]]
 ) -> int:
-    """The bytes that `rank` sends in all exchanges of a step, given a bound on their rows."""
     tariff = Tariff(plan, rank)
     for number, moves in enumerate(spec.expert_moves):
         for name, move, _ in _moves_on(spec, plan, rank, moves):
@@ -121,7 +119,6 @@ def _exchanged_bytes(
 
 
 def _tokens_near(plan: Plan, layer: ExpertLayer, rank: int, by_rank: Sequence[int]) -> Tokens:
-    """The tokens that `rank` and its neighbours dispatch, given the tokens of each data rank."""
     here, peers = _peers(plan, rank)
     own = _dispatched(plan, layer, by_rank[here])
     others = sum(_dispatched(plan, layer, by_rank[peer]) for peer in peers if peer != here)
@@ -210,7 +207,6 @@ def _repeats(spec: ModelSpec, module: str, found: LayerMove) -> bool:
 
 
 def _on_tensor_axis(tariff: Tariff, move: ExpertMove, spec: ModelSpec, layer: str) -> None:
-    """The input of a layer enters the tensor axis, or its output leaves it."""
     if spec.tensors is None or not any(
         name.startswith(f"{layer}.") for name in spec.tensors.experts
     ):

@@ -39,9 +39,8 @@ def phase() -> str:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The data axes, outermost first; without any this process has the whole batch. `record` is
-    called with each move before it is made. `loads` are known beforehand, in a pass on the meta
-    device: how many choices of each data rank each expert computes.
+    """The data axes, outermost first; none: this process has the whole batch. `record` is called
+    before each move. `loads` [R][E] of the experts are known on the meta device.
     """
 
     axes: tuple[Axis, ...] = ()
@@ -77,7 +76,6 @@ class GlobalBatch:
         return x.reshape(self.ranks, *x.shape[len(self.axes) :])
 
     def sizes(self, rows: int, device: torch.device) -> list[int]:
-        """How many rows each data rank has."""
         return (
             self.gather(torch.tensor([rows], dtype=torch.int64, device=device)).flatten().tolist()
         )
@@ -236,7 +234,6 @@ def _assumed_queues(experts_NK: Tensor, experts: int, batch: GlobalBatch) -> Que
 
 
 def assumed_loads(batch: GlobalBatch, even_RE: Tensor) -> Tensor:
-    """On the meta device: the known loads, or else `even_RE`."""
     known = torch.tensor(batch.loads, dtype=torch.int64, device="cpu")
     return known if batch.loads else even_RE
 

@@ -89,9 +89,7 @@ class StackedOnRanks:
         return place.leave(torch.zeros_like(hidden_states).index_add(0, token, made))
 
     def _run_experts(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """The outputs of this rank's experts for rows by expert. Without rows the module's forward
-        uses no weight, and backward passes of other ranks would wait.
-        """
+        """Without rows the module would use no weight, and backward passes of others would wait."""
         if not len(rows):
             return rows + sum(p[:0].sum() for p in self.own_experts.parameters(recurse=False))
         sizes = torch.tensor(counts, dtype=torch.int64, device=rows.device)

@@ -13,7 +13,6 @@ _MOST_LISTED: Final = 64
 
 
 def _problems(plan: "Plan", world_size: int | None) -> Iterator[Problem]:
-    """`ep` that does not divide the data ranks."""
     plan = plan.completed(world_size)
     axis, ranks = plan.inner_data_axis, plan.mesh.size_of(plan.inner_data_axis)
     if ranks % plan.ep:
