@@ -1,8 +1,4 @@
-"""Context parallelism in an engine: its axes, this rank's positions, and its attention.
-
-begin     cut every part of the batch
-during    operations that reach beyond a rank's positions are replaced (operations.py)
-"""
+"""Context parallelism in an engine: its axes, this rank's positions, and its attention."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -175,7 +171,6 @@ class RecordedPositions:
             self.mode.of = next(of for own, of in self.of if own is part)
 
     def cut(self, parts: Sequence[Any]) -> list[Any]:
-        """The parts, of this rank's positions."""
         if self.plan.cp == 1:
             return [*parts]
         self.of = [part_of(self.plan, part, self.rank, shifts=self.shifts) for part in parts]

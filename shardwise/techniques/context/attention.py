@@ -113,9 +113,8 @@ def ulysses_attention(
 ) -> Tensor:
     """`inner` attention on the positions of all ranks of `axis` and this rank's heads.
 
-    q (B, H, t, D), k and v (B, Hkv, t, D), where `counts[r]` is t on rank r. `mask` has 4 dims and
-    broadcasts to (B, H, t, columns): `inner` receives the rows of all ranks. Differentiable in q, k
-    and v. The ranks must divide H, and divide Hkv or be a multiple of it (`require_heads`).
+    q (B, H, t, D), k and v (B, Hkv, t, D), where `counts[r]` is t on rank r. `mask` broadcasts to
+    (B, H, t, columns): `inner` gets all ranks' rows. Heads must pass `require_heads`.
     """
     n = axis.size
     if n == 1:

@@ -69,18 +69,15 @@ class Sequences:
         return replace(self, marker=marker, own_ids=ids)
 
     def is_packed(self, own: Tensor) -> Tensor:
-        """Whether a row has several documents, by its position ids, of which `own` are here. Other
-        ids than the batch's are taken for positions: if they differ, the starts of documents are
-        unknown here, and a mask that the model makes of them is refused.
+        """Whether a row has several documents, by its position ids, of which `own` are here. If
+        they are not the batch's, starts are unknown, and a mask made of them is refused.
         """
         if self.ids is None or not _same_storage(own, self.own_ids):
             return (own != self.positions(own.device)).any()
         return (_documents(self.ids)[:, -1] != 0).any()
 
     def same_document(self) -> Tensor:
-        """Boolean [B, 1, t, T]: the query and the key are in one document. The rows are those of
-        all ranks of this one's Ulysses group, which need not send theirs.
-        """
+        """[B, 1, t, T]: query and key are in one document. Rows: all of the Ulysses group."""
         assert self.ids is not None
         number = _documents(self.ids)
         chunks = self.cut.ring.chunks(self.rank // self.cut.ulysses)
@@ -96,9 +93,7 @@ class Sequences:
 
 
 def length_of(batch: Any) -> int:
-    """The number of positions of the sequences in a batch: dim 1 of its first tensor with one. Such
-    a tensor has two or three dims; images and masks have more. Token ids come before others.
-    """
+    """The positions of sequences: dim 1 of the first tensor of 2 or 3 dims, of token ids first."""
     every = [x for x in leaves(batch, Tensor, objects=True) if x.dim() in (2, 3)]
     tensors = [x for x in every if x.dim() == 2 and not x.is_floating_point()] or every
     if not tensors:

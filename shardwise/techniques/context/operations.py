@@ -72,12 +72,10 @@ class OwnPositions(TorchFunctionMode):
         }
 
     def of_model(self, model: nn.Module) -> None:
-        """`model` runs the next operations; its buffers are tables."""
         if model is not self.model:
             self.model, self.tables = model, {id(b): b for b in model.buffers()}
 
     def end(self) -> None:
-        """The passes of a step have run: hold no model and no part of a batch."""
         self.of, self.parts, self.model, self.tables = None, (), None, {}
 
     def __torch_function__(
@@ -136,9 +134,8 @@ class OwnPositions(TorchFunctionMode):
         return self.attend(q, k, v, attn_mask, **how)[..., :own]
 
     def _kept(self, mask: Tensor | None, of: Sequences) -> Tensor | None:
-        """The mask for which the model's `mask` stands; None if it is the model's own. A part of
-        the step keeps a mask of padding, or that of documents, which a model of transformers makes
-        of its own positions alone: the first such one becomes the marker.
+        """The mask for which the model's `mask` stands; None if it is the model's own. The first
+        mask of documents that a transformers model makes of its own positions becomes the marker.
         """
         local = (of.numel, of.numel)
         for part in self.parts:
@@ -224,9 +221,8 @@ class OwnPositions(TorchFunctionMode):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor:
-        """The mean over this rank's labels, zero without any. Or the mean over the labels of all
-        ranks, divided by this rank's part of the positions, by which the engine then weighs the
-        losses of ranks.
+        """The mean over this rank's labels, or that over all ranks' labels divided by this rank's
+        part of the positions, by which the engine then weighs the losses of ranks.
         """
         of, by_class = self._sequences(), not target.is_floating_point()
         how = {"weight": weight, "label_smoothing": label_smoothing}
@@ -249,7 +245,6 @@ class OwnPositions(TorchFunctionMode):
     # --- positions ----------------------------------------------------------------------------
 
     def _arange(self, make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """`torch.arange(t)` is of this rank's positions."""
         of = self._sequences()
         found = make(*args, **kwargs)
         if _arange_of(args, kwargs) != (0, of.numel, 1) or _makes_a_mask():

@@ -35,7 +35,6 @@ class SequenceCut:
 
     @property
     def ring(self) -> "SequenceCut":
-        """The division over the ring ranks alone."""
         return SequenceCut(self.length, self.ranks // self.ulysses, self.zigzag)
 
     def chunks(self, rank: int) -> list[Range]:
@@ -57,7 +56,6 @@ class SequenceCut:
         return Cut(dim, self.length, tuple(tuple(self.chunks(rank)) for rank in range(self.ranks)))
 
     def blocks(self, ring_rank: int) -> list[int]:
-        """The number of positions of each Ulysses rank of a ring rank."""
         first = ring_rank * self.ulysses
         return [self.numel(first + rank) for rank in range(self.ulysses)]
 
@@ -92,8 +90,7 @@ def visible(cut: SequenceCut, rank: int, source: int) -> tuple[int, int]:
 
 class AttentionCall(NamedTuple):
     """One attention of `rows` sequences in the module `layer`. `trained`: it has a backward pass.
-    Ulysses sends the rows of a mask that differ: `mask_bytes` for each position and, if
-    `mask_heads`, for each head.
+    Ulysses sends `mask_bytes` a position, for each head with `mask_heads`.
     """
 
     layer: str

@@ -108,8 +108,6 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: R
 
 
 class _RingAttention(torch.autograd.Function):
-    """Keeps q, k, v, the mask, the output and its log-sum-exp."""
-
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: Ring

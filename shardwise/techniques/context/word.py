@@ -6,10 +6,6 @@
 
 The ranks of `cp` are neighbours on the innermost data axis, as those of `ep` are: they hold the
 same rows of the batch, and states are sharded and gradients summed over all of them.
-
-    dp2 cp2 zero3    rank    0    1    2    3        rows: the first half, the second half
-                     cp      0    1    0    1        positions of these rows
-                             states are sharded over four
 """
 
 import re
