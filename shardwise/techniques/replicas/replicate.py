@@ -33,9 +33,8 @@ _EXAMPLE = 'devices=["cpu", "cpu"]'
 
 
 def as_devices(devices: Devices) -> list[torch.device]:
-    """The devices, each with its index. A processor may be given several times, since each replica
-    has a thread of its own there; a GPU only once, since two replicas on one GPU compute no faster
-    than one and need twice the memory.
+    """The devices with indices. A CPU may be repeated, as each replica has a thread of its own; a
+    GPU may not: two replicas there are no faster than one and need twice the memory.
     """
     if isinstance(devices, str | int | torch.device) or not isinstance(devices, Sequence):
         raise bad(f"devices={devices!r}", "a list with one device for each replica", _EXAMPLE)
@@ -239,9 +238,8 @@ def _device(part: tuple[nn.Module, Any, Any]) -> torch.device:
 
 
 def choose_vector_functions() -> None:
-    """Let one thread choose torch's vector functions (sin, exp). The library behind them chooses
-    the processor's in the first call. A second thread that calls one meanwhile gets results with
-    errors of 1e-8.
+    """One thread chooses torch's vector functions (sin, exp): in the first call, during which calls
+    of other threads have errors of 1e-8.
     """
     for dtype in (torch.float32, torch.float64):
         torch.ones(8, dtype=dtype, device="cpu").sin().exp()
@@ -322,7 +320,6 @@ def gather(outputs: list[Any], device: str | int | torch.device, dim: int = 0) -
 
 
 def _form(output: Any) -> Any:
-    """The output with the number of each tensor in its place."""
     numbers = iter(range(len(leaves(output, Tensor))))
     return mapped(lambda _: f"tensor {next(numbers)}", output, Tensor)
 
