@@ -41,9 +41,7 @@ from shardwise.techniques.tile.word import TileWord as Word
 
 
 class Tile(nn.Module):
-    """The rows [start, stop) of a linear layer's weight and bias. Its parameters `own` are not
-    registered: the user's model keeps its parameters.
-    """
+    """Rows [start, stop) of a linear layer's weight and bias; `own` parameters are unregistered."""
 
     def __init__(self, linear: nn.Linear, start: int, stop: int) -> None:
         super().__init__()
@@ -76,14 +74,12 @@ class TiledForward:
         self.tiles, self.logits = list(tiles), logits
 
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002  # as nn.Linear names it
-        """From [..., D] to [..., F]."""
         if self.logits and not under_autocast(input):  # which chooses types where it computes
             return tiled_logits(input, self.tiles)
         return torch.cat([tile(input) for tile in self.tiles], -1)
 
 
 def into_tiles(linear: nn.Linear, cut: Cut, *, logits: bool) -> list[Tile]:
-    """Let `linear` compute tile by tile: `cut` has the rows of each. Its parameters stay."""
     found = [Tile(linear, *ranges[0]) for ranges in cut.ranges]
     linear.forward = TiledForward(found, logits=logits)
     linear.add_module("tiles", nn.ModuleList(found))
@@ -114,7 +110,6 @@ class Tiling:
         return found
 
     def plain(self, name: str) -> str:
-        """The name of the model's parameter whose rows are in the parameter `name` of a tile."""
         return self.params[name].name if name in self.params else name
 
     def place(self, name: str) -> dict[str, int]:
@@ -160,9 +155,8 @@ def tile(model: nn.Module, plan: Plan, rule: Rule) -> Tiling:
 
 
 def tiled_layers(model: nn.Module, plan: Plan) -> dict[str, nn.Linear]:
-    """The linear layers that the plan tiles, by name; none without the word. By default those with
-    at least `LARGE` times the weights of the largest layer. Layers whose parameters another module
-    has too are not tiled.
+    """The linear layers that the plan tiles, by name: by default those with at least `LARGE` times
+    the weights of the largest. Layers whose parameters another module has too are not tiled.
     """
     asked = plan.tiled
     if asked is None:
