@@ -105,9 +105,8 @@ def applied(model: nn.Module, build: "Build") -> Tensors:
 def lay_out(
     model: nn.Module, world: World, sp: bool, table: Table | None, layers: Sequence[str] = ()
 ) -> Tensors:
-    """Shard `model` in place on the tensor axis of `world` according to `table`. If it is the axis
-    of some `layers` only, other layers, layers of experts and torch's default generators stay as
-    they are.
+    """Shard `model` in place on the tensor axis by `table`. With `layers`, other layers, experts
+    and torch's default generators stay as they are.
     """
     axis = world.axis(TENSOR)
     if table is None or axis.size == 1:

@@ -80,9 +80,7 @@ def engine_of(model: nn.Module, build: Build, training: Training) -> Engine:
 
 
 def compare(engine: Engine, given: Plain, batch: Any) -> None:
-    """Compare the loss of the first microbatch. All ranks call it. Raises InputError on every rank
-    if the losses differ on one.
-    """
+    """Compare the first microbatch's loss on all ranks; all raise InputError if one's differs."""
     world = engine.world
     needed = COPIES * sum(p.numel() * p.element_size() for p in given.twin.parameters())
     with world.ledger.phase("compare"):
@@ -155,7 +153,6 @@ def _not_compared(engine: Engine, table: Table | None, why: str) -> None:
 
 
 def _drew(device: torch.device) -> bool:
-    """Whether random numbers were drawn since the generators were seeded with 0."""
     now = [generator.get_state() for generator in generators_of(device)]
     with seeded(device, 0):
         seeds = [generator.get_state() for generator in generators_of(device)]
@@ -179,7 +176,6 @@ def free_bytes(world: World) -> tuple[int, float]:
 
 
 def _with_weights(engine: Engine, given: Plain, dtype: torch.dtype | None) -> nn.Module:
-    """The plain model with the engine's weights and buffers, on every rank."""
     state, world, twin = full_state_dict(engine), engine.world, copy.deepcopy(given.twin)
     materialise(twin, world.device, given.fill)
     made = [torch.empty(p.shape, dtype=p.dtype, device=world.device) for p in twin.parameters()]

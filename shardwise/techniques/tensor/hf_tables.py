@@ -161,7 +161,6 @@ def _heads(model: nn.Module) -> tuple[int | None, int | None]:
 
 
 def _vocabulary(model: nn.Module) -> dict[str, str]:
-    """The styles of the token embedding and of the layer that computes the logits."""
     found: list[object] = []
     for ask in ("get_input_embeddings", "get_output_embeddings"):
         with suppress(NotImplementedError):
@@ -175,7 +174,6 @@ def _vocabulary(model: nn.Module) -> dict[str, str]:
 
 
 def _sets(model: nn.Module, table: Table) -> dict[str, dict[str, str]]:
-    """Attributes of sharded attention modules that count heads."""
     if table.heads is None or table.keys is None:
         return {}
     right = {"heads": table.heads, "kv_heads": table.keys, "groups": table.heads // table.keys}

@@ -59,16 +59,13 @@ class Stream:
         return self.slot.moved, self.slot.entry
 
     def leave(self, y: Tensor, fresh: bool = True) -> Tensor:
-        """The sum over the ranks of the partial `y`; overwrites it if its layer read it last
-        (`fresh`).
-        """
+        """The sum over ranks of a partial `y`, overwritten if its layer read it last (`fresh`)."""
         self.slot = None
         if not self.split:
             return self.sum(y, fresh)
         return _Leave.apply(self._padded(y), self.axis)
 
     def sum(self, y: Tensor, fresh: bool = True) -> Tensor:
-        """Equal on all ranks, for a partial `y`."""
         return _Sum.apply(y, self.axis) if fresh else move(y, self.axis, P, I)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -97,11 +94,9 @@ class Stream:
         return move(self._padded(x), self.axis, I, S(x.dim() - 2))
 
     def join(self, x: Tensor, cut: Cut) -> Tensor:
-        """`x` gathered along the features, equal on all ranks."""
         return join(x, self.axis, cut.on(x.dim() - 1))
 
     def take(self, x: Tensor, cut: Cut) -> Tensor:
-        """This rank's shard of the features of `x`, which is equal on all ranks."""
         return take(x, self.axis, cut.on(x.dim() - 1))
 
     def record_loss(self, positions: int, smoothing: bool, element_bytes: int) -> None:
@@ -112,7 +107,6 @@ class Stream:
         self.lengths.known = dict(known or {})
 
     def _padded(self, x: Tensor) -> Tensor:
-        """So that all ranks have shards of the same size."""
         return _padded(x, self.lengths.shard(x.shape[-2]) * self.axis.size)
 
 
@@ -154,9 +148,8 @@ class InputGradient:
         self.waiting += 1
 
     def line_up(self, y: Tensor) -> None:
-        """Order the backward of a reader's output `y` after the input gradients of all readers.
-        Autograd runs the ready node with the highest sequence number first, so all readers get the
-        number of the first one.
+        """Order the backward of a reader's output `y` after the input gradients of all readers: the
+        ready node of the highest sequence number runs first, so all get the first reader's.
         """
         node: Any = y.grad_fn
         if node is not None:
@@ -253,16 +246,14 @@ class _Sum(torch.autograd.Function):
 
 
 class _Columns(torch.autograd.Function):
-    """After a column-parallel layer: computes the input's gradient before the weight's. The layer
-    got its input detached, so its own node computes only the weight gradients. Autograd runs that
-    node after this one, while the input's gradient is being summed over the ranks.
+    """Computes a column-parallel layer's input gradient before the weight's: the layer got its
+    input detached, so its own node runs after this one, while ranks sum the input's gradient.
     """
 
     @staticmethod
     def forward(
         ctx: Any, y: Tensor, _moved: Tensor, entry: InputGradient, weight: Callable[[], Tensor]
     ) -> Tensor:
-        """`y` unchanged; counts a reader of the entry."""
         ctx.entry, ctx.weight = entry, weight
         entry.read()
         return y.detach()  # not a view of y, because the next layer may work in place

@@ -129,7 +129,6 @@ class Crossings:
         self._move(y, (P, S(0) if split else I), self._long(y, split), phase)
 
     def _move(self, x: Value, way: tuple[Placement, Placement], numel: int, phase: str) -> None:
-        """Send a move forward, and the gradient's between the duals backward."""
         (src, dst), size = way, ELEMENT_BYTES[x.dtype]
         self.send(src, dst, numel, size, phase)
         if x.trained and (src, dst) != (P, I):  # the dual I -> R sends nothing
@@ -178,7 +177,6 @@ def recomputing(run: ModelPass, modules: Collection[str]) -> ModelPass:
 
 
 def _sends(share: Share) -> Counted:
-    """The bytes on the tensor axes of the plan and of layers with plans of their own."""
     tariff, spec = Tariff(share.plan, share.rank), share.spec
     mine = stages_on(share.plan, share.rank)
     for number, tensors in {0: spec.tensors, **spec.layers}.items():

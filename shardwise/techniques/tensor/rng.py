@@ -120,9 +120,7 @@ class ShardedRandom(TorchFunctionMode):
     def _backward(
         self, roots: Any, retain_graph: bool | None, create_graph: bool, inputs: Any, **named: Any
     ) -> None:
-        """Run a backward pass inside the mode, which torch disables while the mode handles
-        `backward`.
-        """
+        """Run a backward pass inside the mode, which torch disables while it handles `backward`."""
         roots = (roots,) if isinstance(roots, Tensor) else tuple(roots)
         (grads,) = named.values()  # gradient or grad_tensors
         grads = grads if isinstance(grads, (list, tuple)) else (grads,) * len(roots)
@@ -135,8 +133,7 @@ class ShardedRandom(TorchFunctionMode):
 
     def mark_outputs(self, model: nn.Module, styles: Mapping[str, Style], split: bool) -> None:
         """Hook modules of a tensor plan; `split`: the stream is sharded along the sequence. Called
-        before other hooks are set: each is prepended, so that these run after the hooks that gather
-        and sum, and before the user's.
+        first: hooks are prepended, so these run after those that gather and sum, before the user's.
         """
         sharded = {"colwise": True, "colwise_gather_output": False, "sequence:join": False}
         sharded |= dict.fromkeys(("rowwise", "rowwise:heads", "rowwise_split_input"), split)

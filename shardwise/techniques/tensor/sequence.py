@@ -37,9 +37,7 @@ from shardwise.techniques.tensor.linear import Stream
 
 
 def rows(module: nn.Module, stream: Stream, fresh: bool) -> None:
-    """Hook a row-parallel layer: sum its outputs over the ranks, then add the bias once. `fresh`:
-    the layer does not read its output again, so the output may be overwritten.
-    """
+    """Sum a row-parallel layer's outputs, then add the bias once; `fresh` ones are overwritten."""
     holder = _Bias()
     module.register_forward_pre_hook(holder.remove)
     after = partial(_after_rows, stream, holder, fresh)
@@ -89,7 +87,6 @@ def gather_output(module: nn.Module, stream: Stream, cut: Cut) -> None:
 
 
 def split_input(module: nn.Module, stream: Stream, cut: Cut) -> None:
-    """Hook a row-parallel layer so that it takes its shard of a replicated input."""
     change_input(module, partial(stream.take, cut=cut))
 
 
@@ -106,9 +103,7 @@ def change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def gather_input(module: nn.Module, stream: Stream) -> None:
-    """Hook a module so that its first tensor argument is gathered along the sequence. The gradients
-    of its replicated other arguments are summed over the ranks.
-    """
+    """Gather a module's first tensor along the sequence; sum other arguments' gradients."""
 
     def others(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         spread = [_spread(stream, x) for x in args[1:]]

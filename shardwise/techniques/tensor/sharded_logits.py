@@ -54,7 +54,6 @@ class Shards:
         return self.cut.whole
 
     def join(self, local: Tensor) -> Tensor:
-        """All columns: an all-gather (I on the axis)."""
         return self.moves.join(local, self.cut)
 
     def take(self, full: Tensor) -> Tensor | None:
@@ -71,9 +70,8 @@ class Shards:
 
 
 def sharded_logits(local: Tensor, axis: Axis, cut: Cut, moves: Moves | None = None) -> Logits:
-    """Logits whose shard on this rank is `local` [..., v]; nothing is copied. `moves` gathers them
-    and records each loss. Raises InputError if `local` has another number of columns than this
-    rank's shard.
+    """Logits whose shard on this rank is `local` [..., v], not copied. `moves` gathers them and
+    records losses. Raises InputError if `local` has another number of columns.
     """
     columns = cut.size(axis.rank)
     if local.shape[-1] != columns:
@@ -108,7 +106,6 @@ class Tensors(Applied):
 
     @contextmanager
     def during(self, device: torch.device) -> Iterator[None]:
-        """Around a forward or a backward pass: random numbers of sharded activations."""
         with self.random.during(device):
             yield
         self.end_forward()

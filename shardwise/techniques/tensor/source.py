@@ -19,9 +19,7 @@ from shardwise.techniques.tensor.tensor_table import ModuleShape, Table
 
 
 def table_of(model: nn.Module, table: Table | Mapping[str, str] | None = None) -> Table:
-    """The table of `model`: the argument `table`, or the model's own. A dict of styles uses the
-    numbers of heads of the model's own table, if it has one.
-    """
+    """The argument `table`, with the head counts of the model's own table, or that table."""
     return with_adapters(_table_of(model, table), model)
 
 

@@ -96,7 +96,6 @@ def _merged(faults: Iterator[_Fault] | list[_Fault]) -> Iterator[Problem]:
 
 
 def _kinds(placed: _Placed) -> Iterator[_Fault]:
-    """Styles that do not apply to the kind of their module."""
     for name, style in placed.styles.items():
         shape = placed.modules[name]
         inside = next((key for key in placed.styles if key.startswith(f"{name}.")), "")
@@ -205,7 +204,6 @@ def _result(placed: _Placed, name: str) -> tuple[tuple[Range, ...], ...]:
 
 
 def _ties(placed: _Placed) -> Iterator[_Fault]:
-    """Modules that share a weight but have different styles."""
     for name, shape in placed.modules.items():
         if shape.tied and placed.cut_of(name) != placed.cut_of(shape.tied):
             mine, other = placed.style(name), placed.style(shape.tied)
@@ -215,7 +213,6 @@ def _ties(placed: _Placed) -> Iterator[_Fault]:
 
 
 def _sets(placed: _Placed) -> Iterator[_Fault]:
-    """Attributes in `sets` that a module does not have, or whose value does not match."""
     queries, keys = (c.whole for c in placed.table.head_cuts(1)) if placed.table.sets else (1, 1)
     right = {"heads": queries, "kv_heads": keys, "groups": queries // keys}
     for name, attribute, number in counted_attributes(placed.table, placed.modules):

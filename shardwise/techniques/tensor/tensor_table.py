@@ -251,9 +251,8 @@ class Table:
 
 
 def assign(table: Table, modules: Sequence[str], sp: bool) -> dict[str, Style]:
-    """The style of each module that has one, from the names of all modules of a model. The first
-    matching pattern applies, `sequence` entries first under `sp`. Raises InputError with every
-    pattern that matches no module and the nearest name.
+    """The style of each module that has one: the first matching pattern's, `sequence` entries first
+    under `sp`. Raises InputError for patterns that match no module.
     """
     problems = unmatched(table, modules, sp)
     if problems:
@@ -300,9 +299,8 @@ def unmatched(table: Table, modules: Sequence[str], sp: bool) -> list[Problem]:
 
 
 def cuts(style: Style, shape: ModuleShape, table: Table, ranks: int) -> Cut | None:
-    """The shards of the weight of a module; None if it is replicated. Dim 0 has the output features
-    of an nn.Linear and the rows of an embedding, dim 1 the input features of an nn.Linear;
-    `transposed` weights have these dims exchanged.
+    """The shards of a module's weight; None: replicated. Dim 0 has an nn.Linear's outputs or an
+    embedding's rows, dim 1 an nn.Linear's inputs; `transposed` weights exchange them.
     """
     outputs, inputs = (1, 0) if shape.transposed else (0, 1)
     whole = shape.out_features

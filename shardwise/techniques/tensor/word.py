@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 
 def _problems(plan: "Plan", _: int | None) -> Iterator[Problem]:
-    """`sp` without tensor parallelism."""
     if plan.sp and plan.mesh.size_of(TENSOR) == 1:
         yield Problem(
             "'sp' without tensor parallelism, which has no effect",
