@@ -45,9 +45,8 @@ PRODUCTS = ("AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0")
 
 
 class StageTape:
-    """The autograd graph of a stage's forward pass, for one B or one I. `inputs` are the input
-    leaves of the stage; `outputs` are its outputs that require gradients, of any shapes. The tape
-    keeps only the outputs' graph edges, not the tensors.
+    """The autograd graph of a stage's forward pass, for one B or one I: input leaves, and outputs
+    that require gradients, of any shapes. It keeps the outputs' graph edges, not the tensors.
     """
 
     def __init__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -105,9 +104,8 @@ class Rest:
         self.outputs = list(outputs) if ready else []
 
     def weights(self) -> None:
-        """W: accumulates each parameter's gradient once, and runs its post-accumulate hooks. A fork
-        that shares no parameter runs directly to its parameters. For the others, gradients of the
-        branches are computed first, so that autograd adds up the contributions.
+        """W: accumulates each parameter's gradient once, and runs its post-accumulate hooks. Forks
+        that share parameters give their branches' gradients first, so that autograd adds them up.
         """
         ready, self.ready = self.ready, []
         while self.forks:
@@ -155,9 +153,7 @@ class _Graph:
         self.apart = self._apart()
 
     def _apart(self) -> dict[Node, int]:
-        """For nodes of the way that postpone a parameter's gradient, the only edge to the
-        parameter.
-        """
+        """Nodes of the way that postpone a parameter's gradient, with the only edge to it."""
         able = {node: place for node in self.nodes if (place := _able(node)) is not None}
         ends = {self.nodes[node][place][0] for node, place in able.items()}
         for node, edges in self.nodes.items() if ends else ():
@@ -232,7 +228,6 @@ def _leaves(roots: Iterable[Node]) -> list[Node]:
 
 
 def _parents_first(roots: Iterable[Node]) -> dict[Node, Edges]:
-    """The nodes that are reached from `roots`, with their edges."""
     edges: dict[Node, Edges] = {}
     finished: list[Node] = []
     stack = [(node, False) for node in roots]
@@ -285,7 +280,6 @@ def _keep(
     grads: Sequence[Tensor | None],
     _: Sequence[Tensor | None],
 ) -> None:
-    """A hook on a node: keeps the gradients that it computed, one for each edge."""
     kept[key] = grads
 
 

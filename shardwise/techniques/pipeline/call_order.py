@@ -132,7 +132,6 @@ class LossRun:
                 model(*self._inputs(type(model)))
 
     def _inputs(self, kind: type[nn.Module]) -> list[Any]:
-        """The inputs that the forward of a module of this class needs."""
         known = [*inspect.signature(kind.forward).parameters.values()][1:]
         needed = [p for p in known if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
         return [self.anything] * len(needed)

@@ -65,9 +65,8 @@ NAMED: Final = 6  # modules named in an error
 def starts(
     model: nn.Module, stages: int, names: Sequence[str] | None = None, calls: Calls | None = None
 ) -> tuple[str, ...]:
-    """The names of the modules that begin stages 1 to `stages` - 1. `names` lists them; None
-    balances the stages by parameters (of equally good partitions the earliest, so that every rank
-    finds the same). `calls`: see call_order.py.
+    """The names of the modules that begin stages 1 to `stages` - 1. Without `names`, parameters
+    balance the stages; of equal partitions, every rank finds the earliest. `calls`: call_order.py.
     """
     if names is not None:
         if len(names) != stages - 1:
@@ -150,7 +149,6 @@ def balance_by_time(
 def _timed(
     model: nn.Module, found: Mapping[str, StageLayer], pieces: int, call: Callable[[nn.Module], Any]
 ) -> list[float]:
-    """The seconds that the layers of each candidate stage take in one run."""
     taken = [0.0] * pieces
     began: dict[str, float] = {}
 
@@ -268,9 +266,8 @@ def calls_of(model: nn.Module, loss: Callable[..., Any] | None = None) -> Calls:
 
 
 def misplaced(model: nn.Module) -> dict[str, str]:
-    """Modules that are not called where they are defined, each with a module of its stage. For
-    transformers models only: heads defined before the base model, modules whose place in
-    `base_model_pp_plan` differs, and the table above.
+    """Modules not called where they are defined, each with a module of its stage. In transformers
+    models: heads before the base model, what `base_model_pp_plan` moves, and the table above.
     """
     known = [name for name, _ in model.named_modules(remove_duplicate=False)]
     at = {name: i for i, name in enumerate(known)}

@@ -227,7 +227,6 @@ class ScheduledUnits:
     def at(
         self, weights: LossWeights | None = None, versions: Stale | None = None
     ) -> "ScheduledUnits":
-        """These units in one run of the schedule."""
         of = self.data, self.applied, self.staging
         return ScheduledUnits(*of, weights, versions, apart=self.apart)
 
@@ -263,7 +262,6 @@ class ScheduledUnits:
 
 
 def graded(stage: int, trace: StageTrace) -> bool:
-    """Whether the stage's inputs require a gradient."""
     return stage > 0 and any(spec.requires_grad for spec in trace.bundles[stage - 1])
 
 

@@ -130,7 +130,6 @@ class _Live:
         self.table: dict[Token, Any] = {} if table is None else table
 
     def do(self, step: Step) -> None:
-        """Consume the tokens that a step takes, add those that it makes."""
         have = {token.kind: self.table[token] for token in needs(step, self.schedule)}
         for token in takes(step, self.schedule):
             del self.table[token]

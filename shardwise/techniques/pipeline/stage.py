@@ -225,7 +225,6 @@ class Stage:
         return self.own.get(number, x)
 
     def _note(self, event: ForwardStep, out: Any, was: Any, done: Any) -> Any:
-        """Number the tensors that an event made or wrote to."""
         tensors = _leaves(out)
         if len(tensors) != len(event.numbers):
             raise self._other_way(f"{len(tensors)} tensors from {event.what}")
@@ -281,7 +280,6 @@ class Stage:
                 b.data.copy_(real)
 
     def end(self) -> None:
-        """Raise InputError if the user's code returned before the end of the stage."""
         event = self._next()
         if not self.over and (event is not None or self.stage < self.last):
             raise self._other_way("its end")

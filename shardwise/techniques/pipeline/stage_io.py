@@ -74,9 +74,8 @@ def maker(made: Sequence[int], use: int) -> int | None:
 def crossing(
     made: Sequence[Sequence[int]], used: Sequence[Sequence[int]], stages: int
 ) -> tuple[tuple[int, ...], ...]:
-    """For each stage but the last, the numbers of the values that cross from it to the next.
-    made[n], used[n]: the stages that make value n (several stages may hold a parameter) and those
-    that use it. No value is used before it is made.
+    """For each stage but the last, the values that cross to the next. made[n], used[n]: the stages
+    that make (several may hold a parameter) and that use value n, never before it is made.
     """
     found: list[list[int]] = [[] for _ in range(stages - 1)]
     for number, (at, uses) in enumerate(zip(made, used, strict=True)):

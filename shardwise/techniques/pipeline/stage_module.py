@@ -69,7 +69,6 @@ class Staging:
         return tuple(sorted({self.schedule.home[stage] for stage in stages}))
 
     def own_units(self, specs: Sequence[UnitSpec]) -> list[UnitSpec]:
-        """The units of this rank's stages, without the parameters that it does not hold."""
         for spec in specs:
             spec.params = [(name, p) for name, p in spec.params if self.stages_using([name])]
         return [spec for spec in specs if spec.params]

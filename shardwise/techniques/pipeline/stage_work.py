@@ -128,7 +128,6 @@ class StageWork:
         self.device = stages.storage
 
     def specs(self, token: Token) -> Sequence[Spec]:
-        """A stage's values forward, and the gradients of those that have one."""
         return specs(self.microbatches[token.microbatch].trace, token)
 
     def forward(
@@ -190,8 +189,7 @@ class StageWork:
 
 class ScaledLoss:
     """The last stage returns the loss, a mean over tokens; the backward pass begins with `weights`.
-    `summed` is the sum of loss times tokens of all microbatches in fp64; zero on ranks without the
-    last stage.
+    `summed`, fp64: the losses times tokens of all microbatches; zero without the last stage.
     """
 
     def __init__(self, weights: LossWeights, device: torch.device) -> None:

@@ -27,9 +27,8 @@ from shardwise.techniques.pipeline.trace.tracer import Ask, Tracer
 
 
 class Stages:
-    """The stages `mine` of a model on this rank; replaces all other layers by placeholders. `twin`
-    is used by one Stages only. `starts` names the modules that begin stages 1, 2, ...; `calls` are
-    those of call_order.py, None for the order of definition.
+    """The stages `mine` of a model on this rank; placeholders replace all other layers. One Stages
+    alone uses `twin`. `starts` begin stages 1, 2, ...; `calls`: call_order.py.
     """
 
     def __init__(

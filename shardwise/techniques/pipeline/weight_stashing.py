@@ -43,9 +43,8 @@ from shardwise.techniques.pipeline.stage_module import Staging
 def require(
     model: nn.Module, plan: Plan, starts: Sequence[str] | None, options: EngineOptions
 ) -> float | None:
-    """The bound on the gradient's norm; under an asynchronous schedule infinity becomes None. Such
-    a schedule cannot clip, skip a step, or train one parameter in stages that update at different
-    times.
+    """The bound on the gradient's norm; under an asynchronous schedule infinity becomes None. It
+    cannot clip, skip a step, or train a parameter in stages that update at different times.
     """
     schedule, clip = stage_module.schedule_of(plan), options.clip
     if schedule is None or not schedule.update:
@@ -183,9 +182,7 @@ class Stale(Updater):
         self.peak_bytes = max(self.peak_bytes, self._old_bytes())
 
     def _agree(self, flats: Sequence[Flat], number: Tensor) -> tuple[Factor, Tensor]:
-        """Set which parameters have a gradient on any data rank; the factor and bad ranks of
-        gradients.
-        """
+        """Set which parameters have a gradient on any data rank; the factor, and bad gradients."""
         own = [float(flag) for flat in flats for flag in flat.grads.has_grad]
         spoilt = self.guard.not_finite(flats)
         agreed = self.data.consensus.agree(torch.cat([spoilt, doubles_on(own, self.device)]))

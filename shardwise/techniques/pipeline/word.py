@@ -68,7 +68,6 @@ def _problems(plan: "Plan", _: int | None) -> Iterator[Problem]:
 
 
 def _miscounted(plan: "Plan", counts: tuple[int, ...]) -> Iterator[Problem]:
-    """Counts of blocks without stages, or for another number of them."""
     given, instead = f"'{_stages_word(counts)}'", f"'{replace(plan, stages=None)}'"
     if plan.pipeline is None:
         yield Problem(f"{given} without a pipeline", "stages beside ppN", instead)
