@@ -95,8 +95,7 @@ class Regions(Applied):
 
     def install(self, model: nn.Module) -> None:
         """Hook the layers of other meshes. Recomputed modules get this rank's own rows, so that a
-        recomputation does not move them. A pipeline's other ranks' layers have stand-ins here,
-        without hooks.
+        recomputation moves none. Stand-ins for a pipeline's other ranks' layers get no hooks.
         """
         every = dict(model.named_modules(remove_duplicate=False))
         here = {name: m for name, m in every.items() if not isinstance(m, StandIn)}
@@ -146,9 +145,7 @@ def with_rows(x: Tensor, exchange: RowExchange, degree: int, layer: str) -> Tens
 
 
 def exchange_of(world: World, plan: Plan, count: batch.Count | None = None) -> RowExchange:
-    """The axes between all tensor degrees of a plan; called by all ranks. `count` counts the rows
-    of a batch (batch.py).
-    """
+    """The axes between a plan's tensor degrees; all ranks call it. `count`: rows of a batch."""
     base, stages = plan.mesh.size_of(TENSOR), plan.mesh.size_of("pp")
     ranks = plan.size // stages
     axes = {

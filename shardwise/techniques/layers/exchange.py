@@ -209,7 +209,6 @@ class Redistributed(Tensor):
         return records and not own.requires_grad and own._version == self.version
 
     def at(self, degree: int) -> Tensor:
-        """The rows at another degree, by one move."""
         if self.own is not None and self.own._version != self.version:  # changed in place
             return self.exchange.move(self.own, self.exchange.base, degree, self.layer)
         return self.exchange.move(self.computed_from, self.degree, degree, self.layer)

@@ -28,7 +28,6 @@ class Random:
         self.states = [torch.Generator(g.device).manual_seed(seed).get_state() for g in generators]
 
     def swap(self) -> None:
-        """Exchange the states with the generators'."""
         now = [generator.get_state() for generator in self.generators]
         for generator, state in zip(self.generators, self.states, strict=True):
             generator.set_state(state)
@@ -81,7 +80,6 @@ class LayerHooks:
         self.exchange.drop_assumed()
 
     def _require_inside(self, name: str, part: nn.Module, _: Any) -> None:
-        """Raise InputError if a part of the layer is called outside of the layer's forward."""
         if not self.inside and torch._C._current_graph_task_id() == -1:
             raise bad(
                 f"a call of the {type(part).__name__} inside of the layer {name}, which has a mesh "

@@ -1,6 +1,4 @@
-"""The check of plans of single layers: each plan's own problems, and those of several meshes at
-once.
-"""
+"""Checks plans of single layers: each plan's own problems, and those of several meshes at once."""
 
 from collections.abc import Callable
 from itertools import pairwise

@@ -41,7 +41,6 @@ class LayerPlans:
 
     @property
     def meshes(self) -> tuple[Layers, ...]:
-        """The layers with a mesh of their own."""
         return tuple(each for each in self.layers if each.mesh)
 
     def outside(self, names: Iterable[str]) -> list[str]:
@@ -89,9 +88,8 @@ def layer_plans(model: nn.Module, plan: Plan) -> LayerPlans:
 
 
 def require_units(units: Mapping[str, Sequence[str]], plan: Plan) -> None:
-    """Raise InputError for a unit with parameters of layers of several plans. `units` names the
-    parameters of each unit. A module that has parameters of its own is one unit with all modules
-    inside of it, unless these are blocks.
+    """Raise InputError for a unit with parameters of layers of several plans: a module with its own
+    parameters is one unit with all modules inside that are no blocks. `units`: their parameters.
     """
     for unit, names in units.items() if plan.layers else ():
         by_plan = {plan.layer_of(name): name for name in names}

@@ -38,9 +38,7 @@ class LayerPasses:
     def counts(
         self, parts: Sequence[Any], given: Sequence[Counts] | None, count: Count | None
     ) -> list[Counts]:
-        """The rows of each base data rank, by microbatch; equal ones if they are not given. `count`
-        counts the rows of a batch (batch.py).
-        """
+        """Each base data rank's rows by microbatch, equal if not given; `count`: of a batch."""
         ranks = self.plan.size // self.plan.mesh.size_of("pp") // self.plan.mesh.size_of("tp")
         if not self.plans.meshes:
             return [()] * len(parts)
