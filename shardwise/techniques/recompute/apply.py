@@ -56,7 +56,6 @@ def recomputed_modules(
 def _with_layers(
     model: nn.Module, plan: Plan, units: Rule, kinds: dict[str, str]
 ) -> dict[str, str]:
-    """`kinds`, and the modules of layers with a plan of their own."""
     plans = layer_plans(model, plan)
     if not plans.layers:
         return kinds

@@ -140,7 +140,6 @@ class Recomputed:
         return run
 
     def __reduce__(self) -> Any:
-        """A copy of the module keeps its activations."""
         return _same, (self.forward,)
 
 
@@ -196,9 +195,8 @@ class _Again:
 
 @contextmanager
 def _statistics_unchanged(norms: list[_NormBase]) -> Iterator[None]:
-    """Batch normalisation normalises by the batch and does not update the running statistics. A
-    momentum of 0 does not change them. (Without running statistics autograd would save fewer
-    tensors than in the first forward.)
+    """Normalise by the batch, with momentum 0, which changes no running statistics. (Without
+    statistics autograd would save fewer tensors than in the first forward.)
     """
     before = [(n, n.momentum, n._buffers.get("num_batches_tracked")) for n in norms if n.training]
     for norm, _, _ in before:

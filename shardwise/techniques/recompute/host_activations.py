@@ -158,7 +158,6 @@ class HostActivations:
 
     @staticmethod
     def read(kept: Any) -> Tensor:
-        """The tensor that was passed to `keep`."""
         return kept.tensor() if isinstance(kept, Kept) else kept
 
     @contextmanager

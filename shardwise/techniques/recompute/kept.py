@@ -56,9 +56,8 @@ _PRODUCTS: Final = frozenset((*_WITH_WEIGHTS, *_OF_ACTIVATIONS, *ATTENTION))
 
 
 class KeptProducts:
-    """The outputs of the products in one forward pass of a module, in order of creation. None
-    stands for an output that is not kept. An output that is written to in place is dropped:
-    recomputation would write to it a second time.
+    """The outputs of the products in one forward pass of a module, in order; None: not kept. One
+    that is written to in place is dropped: recomputation would write to it a second time.
     """
 
     def __init__(self) -> None:
