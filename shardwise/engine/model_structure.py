@@ -144,13 +144,10 @@ def optimizer_shape(spec: OptimizerSpec, params: Sequence[ParamShape]) -> Optimi
 
 def _shape(spec: OptimizerSpec, group: int, dtype: str, *, whole: bool) -> OptimizerShape:
     wide = torch.float32 if dtype in HALF else getattr(torch, dtype)
-    probe = nn.Parameter(torch.zeros(2, 3, dtype=wide, device="cpu"))
-    optimizer = spec.alone(group, probe)
-    probe.grad = torch.ones_like(probe)
-    optimizer.step()
-    kept = [value for value in optimizer.state[probe].values() if isinstance(value, Tensor)]
+    state = spec.first_state(group, (2, 3), wide)
+    kept = [value for value in state.values() if isinstance(value, Tensor)]
     scalars = [value for value in kept if value.dim() == 0]
-    like = [value for value in kept if value.shape == probe.shape]
+    like = [value for value in kept if value.shape == (2, 3)]
     factored = len(like) + len(scalars) < len(kept)
     return OptimizerShape(len(like), sum(value.nbytes for value in scalars), factored, whole)
 

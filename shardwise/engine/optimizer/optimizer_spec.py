@@ -141,13 +141,15 @@ class OptimizerSpec:
                     f'groups={{"{name}": sw.AdamW(lr=3e-4)}}',
                 ) from error
 
-    def state_keys(self, group: int, dims: int) -> set[str]:
-        """The keys in the state of a tensor of `dims` dims of that group, after a step."""
-        probe = nn.Parameter(torch.zeros([2] * dims, device="cpu"))
+    def first_state(
+        self, group: int, sizes: Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> dict[str, Any]:
+        """The state of a tensor of that group after a step."""
+        probe = nn.Parameter(torch.zeros(tuple(sizes), dtype=dtype, device="cpu"))
         optimizer = self.alone(group, probe)
         probe.grad = torch.zeros_like(probe)
         optimizer.step()
-        return {*optimizer.state.get(probe, {})}
+        return optimizer.state.get(probe, {})
 
     def warn_unmatched(self, names: Sequence[str]) -> None:
         """Warn of patterns that match no parameter; one specification may serve several models."""

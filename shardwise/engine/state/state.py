@@ -231,7 +231,8 @@ def _expected(
     InputError for a checkpoint without any state, saved by another class of optimizer.
     """
     spec, known = optimizer.spec, scalars.get("optimizer")
-    name, keys = spec.kind.__name__, cache(spec.state_keys)
+    name = spec.kind.__name__
+    keys = cache(lambda group, dims: {*spec.first_state(group, [2] * dims)})
     states = scalars.get("states") or any(tensor.startswith("optim/") for tensor in saved)
     if not states and not (name == known if known else scalars["step"] == 0 or not keys(0, 2)):
         raise bad(

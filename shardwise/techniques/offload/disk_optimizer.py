@@ -86,7 +86,7 @@ class DiskOptimizer(ShardedOptimizer):
         self, spec: OptimizerSpec, flats: Sequence[Flat], tiers: Tiers, disk: Disk
     ) -> None:
         self.tiers, self.disk = tiers, disk
-        keys = _streamed_keys(first_states(spec))
+        keys = streamed_keys(spec)
         dtypes = [_wide(flat.dtype) for flat in flats]
         if flats and not disk.buffers:
             reserve(disk, tiers, len(keys), dtypes)
@@ -316,39 +316,32 @@ def open_disk(plan: Plan, training: Training, world: World, model: nn.Module) ->
         return_freed_memory()
         precision = DTYPES[plan.precision]
         dtypes = [_wide(p.dtype if precision is None else precision) for p in model.parameters()]
-        reserve(disk, world.tiers, len(_streamed_keys(first_states(training.optimizer))), dtypes)
+        reserve(disk, world.tiers, len(streamed_keys(training.optimizer)), dtypes)
     return disk
 
 
-def first_states(spec: OptimizerSpec) -> list[State]:
-    """For each group of the specification, the state after one step; if streamed, on meta."""
-    found: list[State] = []
+def streamed_keys(spec: OptimizerSpec) -> list[str]:
+    """The keys of states that have an element for each of the parameter's."""
+    keys = dict[str, None]()
     for group in range(len(spec.members)):
         probe = nn.Parameter(torch.zeros(2, 3, device="cpu"))
-        optimizer = spec.alone(group, probe)
-        if optimizer.state.get(probe):
+        if spec.alone(group, probe).state.get(probe):
             raise bad(
                 f"states on a disk with {spec.kind.__name__}, whose state is made before the "
                 "first step, all of it in host memory",
                 "an elementwise class that makes its state in its first step",
                 "sw.AdamW(lr=3e-4), or offload:optim",
             )
-        probe.grad = torch.zeros_like(probe)
-        optimizer.step()
-        made = optimizer.state.get(probe, {}).items()
-        if any(_streamed(value) and value.shape != probe.shape for _, value in made):
+        made = {k: v for k, v in spec.first_state(group, (2, 3)).items() if _streamed(v)}
+        if any(value.shape != probe.shape for value in made.values()):
             raise bad(
                 f"states on a disk with {spec.kind.__name__}, whose states are means of rows and "
                 "columns of whole matrices",
                 "an elementwise class: a disk is read in chunks of the flat parameter",
                 "sw.AdamW(lr=3e-4), or offload:optim",
             )
-        found.append({key: v.to("meta") if _streamed(v) else v for key, v in made})
-    return found
-
-
-def _streamed_keys(first: Sequence[State]) -> list[str]:
-    return list({k: None for state in first for k, v in state.items() if _streamed(v)})
+        keys |= dict.fromkeys(made)
+    return [*keys]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
