@@ -1,11 +1,6 @@
 """Why a proof fails: properties of a model, its loss or its batches that no plan reproduces.
 
-    random numbers   the loss of one batch depends on the state of a generator
-    buffers          a training pass changes a buffer, and the loss depends on it
-    a sum            the loss of all rows is the sum of the losses of their halves, or no mean
-    the rank         the loss of one batch in one process differs between ranks
-
-Each is tried in one process without a plan, in this order, and the first that is true is named.
+Each is tried in one process without a plan, and the first that is true is named.
 """
 
 import math

@@ -1,12 +1,6 @@
 """`verify`: proves a plan on a model, on the ranks that were started or on new ones.
 
-A plan without a precision runs in fp64. It holds when, on every rank,
-
-    parity    no error (parity.py) is above the bound of the precision (report.py)
-    bytes     the bytes of every step equal the formulas, by axis, kind and phase
-    memory    the bytes of each category after the last step equal the formulas
-
-and the ranks together compare every element of every tensor (coverage.py).
+A plan without a precision runs in fp64. docs/explanation/proof.md lists what must hold.
 """
 
 from dataclasses import replace

@@ -73,7 +73,6 @@ class Comparison:
         self.routes = Routes(self.oracles)
 
     def apart(self) -> "Comparison":
-        """A copy that shares everything but the list of errors."""
         twin = copy(self)
         twin.errors = []
         return twin
@@ -161,9 +160,8 @@ class Comparison:
             self.errors.append(published(engine))
 
     def buffers(self, engine: Engine) -> None:
-        """Compare buffers that never change, and buffers of layers of experts. The latter count the
-        tokens of all ranks. Others may depend on how the batch is divided, and are compared only if
-        it is not.
+        """Compare buffers that never change, and those of layers of experts, which count the tokens
+        of all ranks. Others may depend on how the batch is divided: only if it is not.
         """
         found: dict[str, float] = {}
         short, undivided = self.oracles.unit > 0, engine.data_ranks * engine.microbatches == 1
@@ -256,7 +254,6 @@ class Comparison:
         self.errors.append(Errors.of_facts("not finite", {"the step that is not finite": same}))
 
     def states(self, engine: Engine, *, copied: bool = False) -> list[Tensor]:
-        """Weights and optimizer states. No buffers, since a layer may count its passes in one."""
         of = {f"model/{name}" for name in engine.names}
         boxes = [b for b in engine.boxes() if b.name in of or b.name.startswith("optim/")]
         return [box.tensor.clone() if copied else box.tensor for box in boxes]
@@ -319,8 +316,7 @@ def compare(
     fresh: Callable[[], tuple[Engine, Theory]] | None = None,
 ) -> Finding:
     """Train the engine and its oracles on `batch(rows, seed, device)`, and compare. `theory(batch)`
-    is the prediction for this rank's share of a batch. `fresh()` makes another engine of the same
-    plan and its theory, to load a checkpoint of this one.
+    predicts this rank's share. `fresh()`: another engine and its theory, to load a checkpoint.
     """
     so_far = Comparison(oracles, theory, batch, [], [])
     so_far.routes.watch(ours)

@@ -43,9 +43,8 @@ class Costs:
         skipped: int = 0,
         loads: Sequence[Loads] = (),
     ) -> "Costs":
-        """The costs with the last step of `engine`. `flushed`: something, such as an evaluation,
-        had finished a delayed update before that step. `skipped` steps before it were skipped, the
-        last one right before it. `loads` are the oracle's.
+        """With the last step of `engine`. `flushed`: a delayed update was finished before that
+        step, as by an evaluation. `skipped` steps came right before it. `loads` are the oracle's.
         """
         if not self.hold:
             return self
@@ -86,5 +85,4 @@ def _short(prediction: Prediction) -> bool:
 
 
 def _without(lines: dict[TrafficLine, int], names: Collection[str]) -> dict[TrafficLine, int]:
-    """Without the lines of these names, such as "ep all_to_all"."""
     return {line: n for line, n in lines.items() if f"{line.axis} {line.kind}" not in names}

@@ -37,9 +37,8 @@ def compared(
     unit: float = 0.0,
     start: Wholes | None = None,
 ) -> Errors | Parts:
-    """The errors of `boxes`, whose names end in a name of an oracle's after their first word. In 16
-    bits, whose unit roundoff is `unit`, the oracles are one in fp64 and one in the same 16 bits;
-    with a `start` the change since then is compared.
+    """The errors of `boxes`, named "word/name of an oracle's". In 16 bits of unit roundoff `unit`,
+    the oracles are in fp64 and in 16 bits; with a `start` the change since then is compared.
     """
     if not unit:
         return _relative(kind, boxes, oracles[0], oracles[-1])
@@ -145,7 +144,6 @@ def _name(box: Box) -> str:
 
 
 def _key(name: str) -> str:
-    """The key of an optimizer's state tensor; weights and gradients have a single kind."""
     return name.rpartition("/")[0]
 
 

@@ -101,12 +101,10 @@ class Finding:
 
     @property
     def memory_holds(self) -> bool:
-        """Equal between steps, and at most the bound within a step."""
         within = all(read <= most for most, read in self.costs.peaks.values())
         return within and self.memory_measured == self.memory_predicted
 
     def with_promises(self, broken: Mapping[str, tuple[int, int]]) -> "Finding":
-        """These results with the broken promises of a plan, (measured, promised) by name."""
         return replace(
             self,
             memory_measured=self.memory_measured | {n: read for n, (read, _) in broken.items()},

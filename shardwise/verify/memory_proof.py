@@ -5,14 +5,9 @@ After the third and the tenth step the bytes of each category by its formula are
 sizes of the live storages. In host memory these are counted from the storages that
 comm/tiers/tiers.py knows too, since a category may leave one out.
 
-The fourth step is measured at each event of a dry run (observe/dry_engine.py). The largest number
-of an event is compared:
-
-    peak          parameters, gradients, optimizer, buffers and gathered units: equal to the dry
-                  run's, and at most the bound that is computed without the engine
-    activations   at most a quarter more than predicted, because kernels of devices and dtypes save
-                  different statistics. Not compared in a pipeline and in mixtures of experts, where
-                  activations depend on values
+The fourth step is measured at each event of a dry run (observe/dry_engine.py). Its largest numbers
+are compared as `peak` and `activations` (docs/explanation/proof.md). Kernels of devices and dtypes
+save different statistics for the backward pass, so activations may be a quarter above theory.
 
 Attributes of modules in which the model keeps activations in one process too (`self.seen = x`) are
 removed before the comparison.

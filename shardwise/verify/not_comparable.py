@@ -1,8 +1,5 @@
 """Modules that a plan does not compute as one process does: batch norm and dropout.
 
-    batch norm   in training, its statistics come from a rank's rows, not from the global batch
-    dropout      its masks depend on the data rank, microbatch, stage and tensor rank
-
 A proof of a model with batch norm fails under a plan that divides the batch, and the report says
 why. A proof sets dropout to 0 on both sides of the comparison, and the report says so.
 """
@@ -59,7 +56,6 @@ def without_dropout(trainable: Trainable) -> Trainable:
 
 
 def _rates(module: nn.Module) -> Iterator[str]:
-    """Attributes that are dropout rates above 0; attention and recurrent layers have them too."""
     for name, value in vars(module).items():
         is_rate = "drop" in name or (name == "p" and isinstance(module, _DropoutNd))
         if is_rate and isinstance(value, float) and value > 0:

@@ -24,7 +24,6 @@ from shardwise.verify.report import Report
 def prove_own(
     model: Trainable | str, plan: Plan | str, steps: int, options: Options, device: str | None
 ) -> Report:
-    """On ranks forked from this process where that is possible."""
     choice("device", device or "cpu", ("cpu", "cuda"))
     return verify(plan, model, steps, options, device=device, fork=can_fork(device or "cpu"))
 

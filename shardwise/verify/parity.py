@@ -1,23 +1,8 @@
 """Parity: one rank's comparison of its shards with the same model trained in plain PyTorch.
 
 Every rank trains the model twice on the same global batches: under the plan on its share of the
-rows, and in plain PyTorch on all of them (oracle.py). It compares its own shards:
-
-    loss           of every step; in one of them the last data rank has no rows
-    gradients      of every step, as the update used them; of the last update if the schedule is
-                   asynchronous
-    weights        after the last step; in 16 bits their change
-    optimizer      its state after the last step
-    evaluation     the loss of one more batch in eval mode
-    outputs        the model's outputs for a few rows, gathered
-    routing        in 16 bits, how near to ties differing choices of experts are (routes.py)
-    after loading  the first four again, after a step of a new engine that loaded a checkpoint of
-                   this one, the rates included
-    update         in 16 bits that step's update, made again from its gradients, and whether weights
-                   are their masters rounded to nearest (replay.py)
-    not finite     a step whose gradients are not finite is refused, and changes nothing
-    overflow       in fp16, a step whose gradients overflow changes nothing but the scale; and the
-                   first four after one more step
+rows, and in plain PyTorch on all of them (oracle.py). docs/explanation/proof.md lists what it
+compares. Gradients are those that an update used; under an asynchronous schedule, the last one.
 
 Updates are delayed from the first step, made as late as they may be, and in several parts.
 Gradients are clipped to between a quarter and a half of the first norm, but not in the step with an
@@ -109,7 +94,6 @@ def _prove(
     theory = theory_of(trainable, plan, world.rank, clip, options)
 
     def again() -> tuple[Engine, Theory]:
-        """An engine without a bound on the norm, which updates units as they arrive."""
         return engine_of(trainable, plan, world, None, options), unclipped(theory)
 
     ours = engine_of(trainable, plan, world, clip, options)
@@ -148,7 +132,6 @@ def foreseen_events(
 
 
 def equal_batch(trainable: Trainable, engine: Engine, step: int) -> Any:
-    """A global batch in which all data ranks have as many rows."""
     rows = ROWS * engine.data_ranks * engine.microbatches
     return trainable.batch(rows, SEED + step, engine.world.device)
 
@@ -179,7 +162,6 @@ def theory_of(
 
 
 def unclipped(theory: Theory) -> Theory:
-    """The predictions of the same passes without a bound on the norm."""
     return lambda *args, **options: replace(theory(*args, **options), norm=False)
 
 

@@ -19,9 +19,8 @@ EXAMPLE: Final = '"blocks.*.up" = "colwise" and "blocks.*.down" = "rowwise", one
 
 @dataclass(frozen=True)
 class Options:
-    """The options of parallelize besides the plan: `units`, and the `table` of the tensor axis.
-    Each block is a unit, also in small models, unless the plan has a bucket. `kernels` are the
-    ranks' device's. `batches` selects another set of batches.
+    """The options of parallelize besides the plan. Each block is a unit, also in small models,
+    unless the plan has a bucket. `kernels`: the device's. `batches` selects another set.
     """
 
     units: Rule = "auto"
@@ -31,9 +30,8 @@ class Options:
 
 
 def table_in(path: Path, option: str = "--table") -> Table:
-    """The table in a TOML or JSON file: patterns of module names to styles. If it has more keys
-    (heads, kv_heads, sequence, sets, as in Table.of), the patterns are under `styles`. `option` is
-    the option or key that named the file.
+    """The table in a TOML or JSON file: patterns to styles, under `styles` beside other keys of
+    Table.of. `option` named the file.
     """
     try:
         text = read_text(path)

@@ -53,7 +53,6 @@ class OracleStep:
     def of(
         cls, oracle: Oracle | AsyncOracle, batch: Any, clip: float | None, idle: int = 0
     ) -> "OracleStep":
-        """Train on a global batch without rows for the last `idle` data ranks."""
         loss, weights = oracle.step(batch, clip, idle), oracle.weights
         gradients = {f"grad/{name}": x for name, x in weights.used.items()}
         return cls(loss, oracle.task.tokens(batch), weights.norm, gradients)
@@ -80,9 +79,7 @@ def step_errors(
 def tensor_errors(
     boxes: Sequence[Box], oracles: Sequence[Wholes], unit: float = 0.0, start: Wholes | None = None
 ) -> list[tuple[Errors | Parts, frozenset[BoxPlace]]]:
-    """The errors of a rank's boxes by kind, and their pieces; in 16 bits of the change since
-    `start`.
-    """
+    """The errors of a rank's boxes by kind, with pieces; in 16 bits of the change since `start`."""
     found = list[tuple[Errors | Parts, frozenset[BoxPlace]]]()
     for kind, begin in KINDS.items():
         if not any(name.startswith(begin) for name in oracles[0]):

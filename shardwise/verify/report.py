@@ -1,11 +1,5 @@
 """The report of a proof over all ranks, as a table or JSON.
 
-    errors    the largest of each kind, and its bound
-    bytes     theory    by the formulas of prediction/, from the model's shapes and the plan alone
-              counted   by the transports of the run
-    memory    theory    by formulas
-              read      from the system: the sizes of the storages of live tensors
-
 Bounds: 1e-10 in fp64, 1e-5 in fp32 (difference.py); in 16 bits 1.5 (rounding.py).
 """
 
@@ -52,9 +46,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class ReportRow:
-    """One line of a report, and whether it holds. `part` is "parity", with the values "error" and
-    "bound"; or "sent" or "held", with the bytes of one rank by their source: "theory" and "counted"
-    or "read".
+    """A line of a report. `part`: "parity" with "error" and "bound", or "sent" or "held" with bytes
+    of one rank by source, "theory" and "counted" or "read".
     """
 
     part: str

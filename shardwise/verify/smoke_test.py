@@ -1,8 +1,4 @@
-"""The smoke test: one training step of a model in this process, before ranks start.
-
-A user's model may fail anywhere. Here it fails once, with the line of the user's file, instead of
-on every rank.
-"""
+"""The smoke test: one training step in this process, where a model fails once, not on all ranks."""
 
 from dataclasses import replace
 from functools import partial

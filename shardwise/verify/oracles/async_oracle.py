@@ -28,9 +28,8 @@ Rule = Callable[[int, int], int]
 
 @dataclass(frozen=True)
 class Staleness:
-    """The order of an asynchronous schedule. `microbatches` of each of `data_ranks` ranks make a
-    step; all stages are updated after every `update`-th of them. `stage` maps parameters to the
-    stage that trains them.
+    """The order of an asynchronous schedule: `microbatches` of each data rank make a step; every
+    `update`-th updates all stages. `stage`: which one trains each parameter.
     """
 
     data_ranks: int
@@ -45,7 +44,6 @@ def pipedream(stages: int) -> Rule:
 
 
 def two_buffered(microbatches: int) -> Rule:
-    """All microbatches of a batch use the weights from the start of the previous batch."""
     return lambda _, i: max(0, i // microbatches - 1)
 
 
@@ -57,9 +55,7 @@ class AsyncOracle:
         self.weights = Weights(model, task, dtype, old=True)
 
     def step(self, batch: Any, clip: float | None = None, idle: int = 0) -> float:
-        """All the updates of one global batch; its mean loss. The last `idle` data ranks have no
-        rows.
-        """
+        """The updates of a global batch; its mean loss. The last `idle` data ranks have no rows."""
         if clip is not None:
             raise ValueError("stages that update at different times have no common norm to clip")
         how, params = self.how, self.weights.params

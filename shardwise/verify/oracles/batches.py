@@ -129,9 +129,8 @@ def _counts(
 
 
 def _ends(model: nn.Module, plan: Plan, most: int) -> list[int]:
-    """The first and the last word of each tensor rank's part of the vocabulary, but word 0.
-
-    None if the targets are no words of it, but labels of tokens.
+    """The first and the last word of each tensor rank's part of the vocabulary, but word 0. None if
+    the targets are labels of tokens instead.
     """
     ranks = plan.tensor_degrees[-1]
     sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]

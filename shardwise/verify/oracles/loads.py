@@ -75,7 +75,6 @@ class Choices:
 def _loads(
     sizes: list[int], seen: Mapping[str, Tensor], by_shard: Collection[str], plan: Plan
 ) -> Loads:
-    """The loads of a microbatch with so many rows of each share of the batch."""
     rows, tensor_ranks = sum(sizes), plan.mesh.size_of("tp")
     by_row = {
         name: found.view(rows, len(found) // max(1, rows), found.shape[-1])

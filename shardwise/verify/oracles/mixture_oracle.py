@@ -249,7 +249,6 @@ class Mixture:
         return Chosen(all_NE, p_NE * (places >= 0), p_NE, places, places >= 0, experts)
 
     def _taken(self, expert: int) -> Tensor:
-        """The tokens that an expert took in the run, in order."""
         assert self.now is not None
         places = self.now.positions[:, expert]
         return places.argsort(stable=True)[int((places < 0).sum()) :]
@@ -302,5 +301,4 @@ def _mixed(number: int, key: int) -> int:
 
 
 def _signed(bits: int) -> int:
-    """64 bits as a number in two's complement."""
     return bits - ((bits >> 63) << 64)

@@ -244,7 +244,6 @@ class Weights:
             group["lr"] = group.setdefault("first_lr", group["lr"]) * factor
 
     def values(self) -> dict[str, Tensor]:
-        """All weights by name, frozen ones too, in their highest precision."""
         return {name: self.masters.get(name, p).detach() for name, p in self.every.items()}
 
     def state(self) -> dict[str, Tensor]:
@@ -269,9 +268,8 @@ def _wide(p: nn.Parameter) -> torch.dtype:
 
 
 class Oracle:
-    """The training of `model`, in place, in one process. After `undelayed` steps (None: never) the
-    model computes each step with the weights from before the last update; `evaluate` shows it the
-    newest (ZeRO-Offload, arXiv 2101.06840, section 5.2).
+    """Training of `model`, in place. After `undelayed` steps (None: never) a step uses the weights
+    before the last update, `evaluate` the newest (ZeRO-Offload, arXiv 2101.06840, section 5.2).
     """
 
     def __init__(

@@ -90,15 +90,12 @@ def oracles_of(
 
 
 def microbatches_of(model: nn.Module, plan: Plan) -> Microbatches:
-    """The microbatches of the plan; only layers of experts compute each of them alone. The loss of
-    other models is a mean over tokens, which does not depend on microbatches.
-    """
+    """The plan's microbatches; only experts compute each alone, as other losses are means."""
     each = "microbatch" if experts_in(model) else "batch"
     return Microbatches(plan.shares, plan.microbatches, each)
 
 
 def is_asynchronous(plan: Plan) -> bool:
-    """Whether the plan's schedule updates while microbatches are in flight."""
     return (plan.pipeline or "").partition(":")[0] in ASYNCHRONOUS
 
 

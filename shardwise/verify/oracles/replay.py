@@ -84,9 +84,7 @@ class Replay:
 
 
 def published(engine: Engine) -> Errors:
-    """Whether each flat parameter in 16 bits is its master, rounded to nearest. `engine.boxes()`
-    has finished updates and exposed states on a disk before.
-    """
+    """Whether each flat parameter in 16 bits is its master rounded to nearest, after `boxes()`."""
     flats, facts = engine.optimizer.flats, dict[str, bool]()
     for k, master in engine.optimizer.masters.items():
         rounded, found = master.to(flats[k].dtype), flats[k].shard

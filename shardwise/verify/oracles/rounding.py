@@ -1,15 +1,14 @@
 """The bound for 16-bit runs: an error of at most 1.5 times that of one process.
 
-Both errors are relative to a run in fp64 with the same rounded initial weights. A parallel run has
-a slightly larger error, because a rank rounds its share of a gradient and the sum is rounded again:
-by a factor of sqrt(2) at most, and by a few percent in most tensors.
+Both errors are relative to a run in fp64 with the same rounded initial weights. "Alone" is that of
+one process. A rank rounds its share of a gradient and the sum is rounded again, so the error of a
+parallel run is larger: by a factor of sqrt(2) at most, and by a few percent in most tensors.
 
-"Alone" is the error of one process. Both errors are sums of n independent roundings (`independent`
-of difference.py): fewer than a tensor has elements, because those of a row or a column share the
-rounding of one activation, and because the largest values count most. The logarithm of the ratio of
-two such norms varies by 1/sqrt(n), and the component of an error along the values by sqrt(3/n) of
-its norm. A proof compares hundreds of tensors, so four of these are allowed, beside the factor
-sqrt(2):
+Both are sums of n independent roundings (`independent` of difference.py): fewer than elements, as a
+row or a column shares the rounding of one activation, and the largest values count most. The
+logarithm of the ratio of two such norms varies by 1/sqrt(n), and the component of an error along
+the values by sqrt(3/n) of its norm. Hundreds of tensors are compared, so four of these are
+allowed, beside the factor sqrt(2):
 
     many     1024 elements or more: for each tensor, and for each rank's part of it,
                  norm(parallel error)         <= max(1.5, sqrt(2) exp(4 / sqrt(n))) norm(alone)
@@ -99,9 +98,7 @@ class _RoundedSum:
 
 
 def error_ratios(by_rank: Sequence[Parts]) -> list[Errors]:
-    """For each rank, the error of each tensor divided by the error of one process. Ratios with
-    another bound than 1.5 are scaled, so that the bound of all results is 1.5.
-    """
+    """By rank, each tensor's error over one process's, scaled so that the bound is 1.5 for all."""
     groups: dict[Hashable, list[Part]] = defaultdict(list)
     for rank, found in enumerate(by_rank):
         for part in found.parts:
@@ -155,5 +152,4 @@ def _score(s: _RoundedSum, usual: float) -> float:
 
 
 def _most(least: float, by_chance: float) -> float:
-    """The bound on the ratio of two errors whose logarithm varies by so much."""
     return max(least, math.sqrt(2) * math.exp(by_chance))

@@ -96,7 +96,6 @@ def signed(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _recomputed() -> bool:
-    """Whether a backward pass is under way."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -165,10 +164,9 @@ class Sight:
 def joined(
     every: Sequence[tuple[int, int, int, Seen]], rows: Sequence[Counts], plan: Plan, each: Each
 ) -> Seen:
-    """The choices of all ranks, for an oracle's passes. `every` has the place of each rank on the
-    data axes, of which `cp` is the last, its tensor rank and its stage; `rows` are those of each
-    microbatch on each data rank. What several stages call, as the root, is left out: each numbers
-    the choices of its part alone.
+    """All ranks' choices for an oracle's passes. `every`: each rank's place on the data axes (`cp`
+    is the last), tensor rank and stage; `rows` by microbatch and data rank. Calls of several
+    stages, such as the root's, are left out: each numbers only its own choices.
     """
     by_key: dict[Key, dict[int, dict[int, list[Tensor]]]] = defaultdict(lambda: defaultdict(dict))
     stages: dict[str, set[int]] = defaultdict(set, {"": set(range(plan.mesh.size_of("pp")))})
