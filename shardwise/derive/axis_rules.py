@@ -166,7 +166,6 @@ def _unknown(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor)
 
 
 def _constant(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
-    """A tensor of one value, which a rank makes of its own length."""
     return tuple(fresh(size) for size in out.shape)
 
 
@@ -269,9 +268,7 @@ def _product(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor)
 
 
 def _attention(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
-    """Attention of query [..., H, T, E], key and value [..., K, S, E], with H a multiple of K.
-    A mask is added to the scores [..., H, T, S].
-    """
+    """Attention of query [..., H, T, E] to key and value [..., K, S, E]; H is a multiple of K."""
     query, key, value = given[:3]
     mix([query[-1], key[-1], key[-2], value[-2]], "attention mixes it")
     unite(key[-2], value[-2])

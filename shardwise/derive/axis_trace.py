@@ -260,9 +260,7 @@ def traced(
     *,
     uniform: bool = True,
 ) -> OperationTrace:
-    """The axes of `model` in `call(model)`, a forward pass without gradients.
-    `uniform`: an axis of a constant of one value may be sharded.
-    """
+    """The axes of `model` in `call(model)`; `uniform`: constants of one value may be sharded."""
     trace = OperationTrace(model, shapes)
     trace.uniform = uniform
     with (

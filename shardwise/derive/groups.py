@@ -61,7 +61,6 @@ class LayerGroup:
 
     @property
     def widths(self) -> set[int]:
-        """The numbers of features per position of the axis, in the segments of the columns."""
         return {size // self.axis.size for each in self.columns for size in segments(each)}
 
 
@@ -275,8 +274,6 @@ def _shapes(model: nn.Module, call: Callable[[nn.Module], Any]) -> list[Result]:
 
 
 class _Shapes:
-    """Records shapes until the model's forward ends."""
-
     def __init__(self) -> None:
         self.found: list[Result] = []
         self.done = False

@@ -1,13 +1,8 @@
 """The predictions of one model under many plans, from few recorded passes.
 
-    passes       of a microbatch, for each size of tp and cp, and each number of rows; for a deep
-                 model of copies with few of its equal blocks (repeated.py)
-    structure    units, layouts and stages, for each mesh
-    cuts         what crosses each place where a stage may begin, in one trace
-    shapes       the part of a rank, for each mesh and row of the states table
-
-The numbers are those of `sw.predict`, except that a tensor between two stages is taken to have as
-many elements as its microbatch has rows, times those of one row.
+They are `sw.predict`'s, except that a tensor between two stages is taken to have as many elements
+as its microbatch has rows, times those of one row. Deep models of copies are recorded with few of
+their equal blocks (repeated.py).
 """
 
 from bisect import bisect_right
@@ -109,7 +104,6 @@ class RecordedModel:
         return len(stage_places(self.plain, self.options, self.known, stages))
 
     def one_stage(self, plan: Plan) -> Prediction:
-        """That of one row on one data rank, without a pipeline, recomputed like `plan`."""
         alone = replace(self._alone(plan), recompute=plan.recompute)
         return self.of(alone, 1)
 
@@ -208,7 +202,6 @@ class RecordedModel:
 
 
 def _passes(found: Prediction) -> list[ModelPass]:
-    """The pass of a rank, and under a table of styles that of the plain model."""
     tensors = found.spec.tensors
     return [found.spec.run, *(tensors.runs[:1] if tensors else ())]
 

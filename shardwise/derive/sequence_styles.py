@@ -39,7 +39,6 @@ class SequenceStream:
         return style.startswith("colwise") or (style == "vocabulary" and linear)
 
     def calls(self) -> Iterator[tuple[int, TraceEvent]]:
-        """The calls of modules that are given positions, and no shard of features."""
         for place, event in enumerate(self.events):
             whole = event.has(self.positions) and not event.has(self.sharded)
             if event.kind == "call" and event.name and whole:

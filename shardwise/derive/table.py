@@ -91,9 +91,7 @@ def derive_table(
 def _derived(
     model: nn.Module, batch: Any, ranks: int, objective: Loss, *, sp: bool, uniform: bool
 ) -> Derived | None:
-    """As `derive_table`; `uniform`: constants of one value are taken to be of a rank's own length.
-    None if the sharded model does not run with such constants.
-    """
+    """As `derive_table`; `uniform` constants have a rank's own length; None if that fails."""
     plan, known = Plan((("tp", ranks),)), shapes(model)
     call = partial(_called, objective, batch)
     trace, plain = _trace(model, known, call, uniform=uniform)
@@ -143,9 +141,7 @@ def _with_sequence(
     grouped: Sequence[LayerGroup],
     sharded: Sharded,
 ) -> Table:
-    """The table with `sequence` entries with which the sharded model runs.
-    Raises InputError with the reason if there are none.
-    """
+    """The table with `sequence` entries with which the sharded model runs, else InputError."""
     taken = {name: str(style) for name, style in matches(table, list(known), sp=False).items()}
     within = replace(sharded, plan=replace(sharded.plan, sp=True))
     held = {id(p) for name in taken for p in model.get_submodule(name).parameters(recurse=False)}
@@ -285,7 +281,6 @@ def _vocabulary(
 
 
 def _joins(found: Any) -> bool:
-    """Whether a predicted step gathers logits that are sharded by the vocabulary."""
     return any(run.joins for run in found.spec.tensors.runs)
 
 
