@@ -226,9 +226,7 @@ class DataRanks(Accelerator):
 
 
 class Updated(Optimizer):
-    """What Trainer's loop and its callbacks hold: the groups of the engine's optimizer.
-    `engine.step` has updated when the loop calls `step`, which therefore does nothing.
-    """
+    """The optimizer groups for Trainer's loop. `step` does nothing: `engine.step` has updated."""
 
     def __init__(self, of: ShardedOptimizer) -> None:  # Optimizer.__init__ would make new groups
         self.of = of

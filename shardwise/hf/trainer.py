@@ -1,16 +1,8 @@
 """`sw.hf.Trainer`: transformers' Trainer with an engine in place of its step.
 
-    Trainer's loop                  here
-    ---------------------------     ----------------------------------------------------------
-    get_train_dataloader            rows of `engine.data_rank` (accelerator.py, shares.py)
-    training_step, a microbatch     kept; with the last one of an update: engine.step(all rows)
-    clip, optimizer.step            done by engine.step; the loop's own calls do nothing
-    lr_scheduler.step               on the groups of engine.optimizer
-    evaluate                        engine.evaluate(rows)
-    save_model                      sw.full_state_dict, written by save_pretrained on rank 0
-    checkpoint-N                    weights as above, and sw.save in checkpoint-N/shardwise
-
-Everything else (arguments, callbacks, logs, trackers, metrics, rotation) is Trainer's own code.
+An update's microbatches are kept until the last one, with which `engine.step` takes all rows. The
+loop's own clipping and optimizer.step do nothing. checkpoint-N has the weights as save_pretrained
+writes them, and `sw.save` in checkpoint-N/shardwise. Everything else is Trainer's own code.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -116,9 +116,7 @@ def require_honoured(args: TrainingArguments, plan: Plan) -> None:
 
 
 def completed_plan(args: TrainingArguments, plan: Plan) -> Plan:
-    """The plan with the arguments that it has words for: `bf16`, `accumulate:N`.
-    Raises InputError if both say something and they differ.
-    """
+    """The arguments' `bf16` and `accumulate:N` in the plan; InputError if it has others."""
     if args.bf16 and plan.precision not in (None, "bf16"):
         raise bad(f"bf16=True with the plan '{plan}'", "one precision", "bf16=False")
     if args.bf16:
