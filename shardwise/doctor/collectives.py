@@ -42,7 +42,6 @@ def _all_to_all(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _to_next(x: Tensor, axis: Axis) -> Tensor:
-    """Each rank sends to the next, and the last to the first."""
     n, rank = axis.size, axis.rank
     sending = move.begin_send(x, axis, (rank + 1) % n)
     out = torch.empty_like(x)
@@ -146,9 +145,7 @@ def _once(collective: Collective, x: Tensor, axis: Axis) -> float:
 
 
 def fit(timings: Sequence[Timing]) -> Fit:
-    """The line with the least relative squared error through the timings of one collective. Neither
-    latency nor 1 / bandwidth is negative: if the best line has a negative one, it is 0.
-    """
+    """The line of least relative squared error of one collective; no term is negative."""
     t = np.array([each.seconds for each in timings])
     x = np.array([float(each.sent_bytes) for each in timings])
     columns, errors = np.stack([1 / t, x / t], axis=1), list[tuple[float, float, float]]()

@@ -126,7 +126,6 @@ class Diagnosis:
 
     @property
     def hosts(self) -> dict[int, list[int]]:
-        """The ranks of each host; a host without a number is identified by its name."""
         found: dict[int, list[int]] = {}
         for rank, finding in enumerate(self.findings):
             machine = finding.machine
@@ -229,9 +228,8 @@ class Diagnosis:
 
 
 def measured_cluster(found: Diagnosis) -> Cluster:
-    """The cluster that `shardwise predict --cluster FILE` reads. Devices are the median over ranks.
-    Links are the line of `send` on an axis within a host, and of one across hosts; collectives are
-    their own lines, relative to what such links would take.
+    """The cluster for `shardwise predict --cluster FILE`: median devices; links by the lines of
+    `send` within and across hosts; collectives relative to what such links would take.
     """
     hosts = list(found.hosts.values())
     local = max(map(len, hosts))
@@ -283,7 +281,6 @@ def _link(fit: Fit) -> LinkSpeed:
 
 
 def _device(found: Diagnosis, speed: DeviceSpeed, local: int) -> Device:
-    """Ranks on processors share their host's memory."""
     machine = found.findings[0].machine
     gpu = machine.gpus[0] if speed.kind == "cuda" else None
     fields = {
