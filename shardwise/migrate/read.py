@@ -66,7 +66,6 @@ class Draft:
 
     @property
     def _row(self) -> str:
-        """The row of the table of states; a shard of 1 rank is none."""
         row = self.fields.get("row", "")
         if self.fields.get("dp_shard") == 1:
             return ""
@@ -88,7 +87,6 @@ class Draft:
         return {"dp": axes.pop(data[0])} | axes if len(data) == 1 else axes
 
     def _offload(self) -> str:
-        """The word `offload`; rows that keep all parameters and update a block have no `param`."""
         optim, param = (self.fields.get(name) for name in ("offload", "offload_param"))
         whole = param if self._row in ("zero3", "ddp", "") else None
         if "disk" in (optim, param):
@@ -200,7 +198,6 @@ def _translated(key: Meaning, value: Any) -> tuple[str, Any]:
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key with its value, dotted; without keys that are empty."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from flat(value, f"{before}{name}.")
