@@ -2,14 +2,9 @@
 
     dp4 zero3 | embed,head: tp4 zero1 | blocks.0-3: tp2 dp2 recompute:full
 
-Patterns are fnmatch's; `0-3` between two dots stands for each number of the range. Other
-words are the model's. If a layer's plan names `dp` or `tp`, its ranks are a mesh of their own, so
-the batch and the weights are split differently there:
-
-    rank             0       1       2       3
-    dp4              rows 0  rows 1  rows 2  rows 3     all weights, or their shards
-    tp2 dp2          rows 0, 1       rows 2, 3          half of each weight; rows 0 again
-    tp4              rows 0, 1, 2, 3                    a quarter of each weight
+Patterns are fnmatch's; `0-3` between two dots stands for each number of the range. Other words are
+the model's. If a layer's plan names `dp` or `tp`, its ranks are a mesh of their own, so the batch
+and the weights are split differently there (drawn in exchange.py).
 
 (Galvatron, arXiv 2211.13878; "one weird trick", arXiv 1404.5997, section 4.)
 """

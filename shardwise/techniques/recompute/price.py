@@ -1,16 +1,9 @@
 """What recomputation changes: the storages that autograd keeps, and the operations of a step.
 
-    without recomputation    every storage that autograd saves in the forward of the module
-    recompute:full           the inputs of the module
-    recompute:partitioned    1/n of each input that a gradient reaches, on n tensor ranks with equal
-                             inputs; other inputs in full
-    recompute:selective      the inputs, and the outputs of products (kept.py)
-
-    operations added         all products of the module up to the last tensor that autograd saves
-                             there; under selective, the products whose outputs are not kept
-
-One gather of a unit serves recomputation and backward pass. Parts of inputs are gathered for each
-recomputation.
+checkpointed.py says what each kind keeps; in other modules autograd keeps what it saves. Added are
+all products of a module up to the last tensor that autograd saves there; under selective, those
+whose outputs are not kept. One gather of a unit serves recomputation and backward pass. Parts of
+inputs are gathered for each recomputation.
 """
 
 from collections.abc import Collection, Iterator, Mapping

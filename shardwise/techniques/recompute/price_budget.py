@@ -1,15 +1,10 @@
 """The choice of `recompute:SIZE`: how each block is recomputed, so that activations fit a budget.
 
-                       bytes kept                    operations added
-    none               all that autograd saves       none
-    selective          inputs, outputs of products   products whose outputs are not kept
-    full               inputs                        all products
-
 Of all choices that fit, the one with the fewest operations is chosen; of several, the one that
 keeps most bytes, because it repeats the fewest passes over memory. This is a knapsack problem with
-one of three items from each block (Checkmate, arXiv 1910.02653, states the general problem). Blocks
-usually have few different sizes, so there are few sums; many sums are rounded to a thousandth of
-the budget.
+one of three items from each block: none, selective or full (Checkmate, arXiv 1910.02653, states the
+general problem). Blocks usually have few different sizes, so there are few sums; many sums are
+rounded to a thousandth of the budget.
 
 Under a pipeline a stage keeps its blocks once for each microbatch in flight, and the bytes must fit
 at every moment. Each rank of the pipeline has its own budget.
