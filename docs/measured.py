@@ -32,7 +32,7 @@ with 1M parameters, the median of two or three runs: `ddp` 0.85 of the time of t
 which shared it as threads: waits for the device, pinned copies on streams of their own, memory of a
 GPU. NCCL's collectives between GPUs, and their links, have not run."""
 OTHERS: Final = "## Other suites"
-MACHINES: Final = "The machines; A, B and D have two processor cores:"
+MACHINES: Final = "The machines; all but G have two processor cores:"
 
 
 def page() -> str:

@@ -124,5 +124,5 @@ def test_the_commands_of_the_results_are_those_of_the_program() -> None:
     assert len(lines) > 20
     for line in lines:
         argv = shlex.split(line.removeprefix(PROGRAM))
-        assert argv[0] in {*SUITES, "disk", "save"}, line
+        assert argv[0] in {*SUITES, "disk", "host", "save"}, line
         parser.make_context("benchmarks", argv)

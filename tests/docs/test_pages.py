@@ -206,7 +206,7 @@ def test_the_data_of_measurements_are_tables(name: str) -> None:
     for run in data["run"]:
         assert all(len(row) == len(run["columns"]) for row in run["rows"])
         for suite in re.findall(r"python -m benchmarks (\w+)", run["command"]):
-            assert suite in (*SUITES, "disk")
+            assert suite in (*SUITES, "disk", "host")
         for file in re.findall(r"examples/\S+", run["command"]):
             assert (ROOT / file).is_file()
 
