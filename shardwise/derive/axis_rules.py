@@ -166,6 +166,7 @@ def _unknown(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor)
 
 
 def _constant(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
+    """A tensor of one value, which a rank makes of its own length."""
     return tuple(fresh(size) for size in out.shape)
 
 

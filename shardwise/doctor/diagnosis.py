@@ -281,6 +281,7 @@ def _link(fit: Fit) -> LinkSpeed:
 
 
 def _device(found: Diagnosis, speed: DeviceSpeed, local: int) -> Device:
+    """Ranks on processors share their host's memory."""
     machine = found.findings[0].machine
     gpu = machine.gpus[0] if speed.kind == "cuda" else None
     fields = {

@@ -87,6 +87,7 @@ class Draft:
         return {"dp": axes.pop(data[0])} | axes if len(data) == 1 else axes
 
     def _offload(self) -> str:
+        """The word `offload`; rows that keep all parameters and update a block have no `param`."""
         optim, param = (self.fields.get(name) for name in ("offload", "offload_param"))
         whole = param if self._row in ("zero3", "ddp", "") else None
         if "disk" in (optim, param):

@@ -254,6 +254,7 @@ class Comparison:
         self.errors.append(Errors.of_facts("not finite", {"the step that is not finite": same}))
 
     def states(self, engine: Engine, *, copied: bool = False) -> list[Tensor]:
+        """Weights and optimizer states. No buffers, since a layer may count its passes in one."""
         of = {f"model/{name}" for name in engine.names}
         boxes = [b for b in engine.boxes() if b.name in of or b.name.startswith("optim/")]
         return [box.tensor.clone() if copied else box.tensor for box in boxes]

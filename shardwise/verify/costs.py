@@ -44,7 +44,7 @@ class Costs:
         loads: Sequence[Loads] = (),
     ) -> "Costs":
         """With the last step of `engine`. `flushed`: a delayed update was finished before that
-        step, as by an evaluation. `skipped` steps came right before it. `loads` are the oracle's.
+        step, as by an evaluation. `skipped` earlier steps were skipped, the last right before it.
         """
         if not self.hold:
             return self

@@ -132,9 +132,7 @@ def renamed(found: Errors | Parts, kind: str) -> Errors | Parts:
 
 
 def pooled(batches: Sequence[Finding]) -> Finding:
-    """A rank's findings on several batches as one: in 16 bits squares of errors are summed. All
-    batches are compared in the same way; the costs are the first one's.
-    """
+    """One finding for a rank's batches: 16-bit squares of errors are summed, costs the first's."""
     by_kind = zip(*(finding.errors for finding in batches), strict=True)
     return replace(batches[0], errors=tuple(_pooled(found) for found in by_kind))
 

@@ -2,7 +2,7 @@
 
 Every rank trains the model twice on the same global batches: under the plan on its share of the
 rows, and in plain PyTorch on all of them (oracle.py). docs/explanation/proof.md lists what it
-compares. Gradients are those that an update used; under an asynchronous schedule, the last one.
+compares. Gradients are those that an update used; under an asynchronous schedule, the last update.
 
 Updates are delayed from the first step, made as late as they may be, and in several parts.
 Gradients are clipped to between a quarter and a half of the first norm, but not in the step with an

@@ -68,6 +68,7 @@ def _forget(engine: Engine) -> None:
 
 
 def _through_threads(saved: Engine, fresh: Engine, folder: Path) -> None:
+    """For ranks in threads, which torch.distributed.checkpoint does not support."""
     world = saved.world
     scalars = {"step": saved.steps, "engine": saved.scalars()}
     boxes = _of_all(saved.boxes(), world)

@@ -43,8 +43,8 @@ from shardwise.techniques.pipeline.stage_module import Staging
 def require(
     model: nn.Module, plan: Plan, starts: Sequence[str] | None, options: EngineOptions
 ) -> float | None:
-    """The bound on the gradient's norm; under an asynchronous schedule infinity becomes None. It
-    cannot clip, skip a step, or train a parameter in stages that update at different times.
+    """The bound on the gradient's norm; under an asynchronous schedule infinity becomes None. Such
+    a schedule cannot clip, skip a step, or train a parameter in stages that update apart.
     """
     schedule, clip = stage_module.schedule_of(plan), options.clip
     if schedule is None or not schedule.update:

@@ -140,6 +140,7 @@ class Recomputed:
         return run
 
     def __reduce__(self) -> Any:
+        """A copy of the module keeps its activations."""
         return _same, (self.forward,)
 
 

@@ -19,7 +19,7 @@ from shardwise.techniques.tensor.tensor_table import ModuleShape, Table
 
 
 def table_of(model: nn.Module, table: Table | Mapping[str, str] | None = None) -> Table:
-    """The argument `table`, with the head counts of the model's own table, or that table."""
+    """The argument `table` (a dict has the heads of the model's own table), or that own table."""
     return with_adapters(_table_of(model, table), model)
 
 

@@ -84,7 +84,7 @@ class Replay:
 
 
 def published(engine: Engine) -> Errors:
-    """Whether each flat parameter in 16 bits is its master rounded to nearest, after `boxes()`."""
+    """Whether flat parameters in 16 bits are their rounded masters; `boxes()` finished updates."""
     flats, facts = engine.optimizer.flats, dict[str, bool]()
     for k, master in engine.optimizer.masters.items():
         rounded, found = master.to(flats[k].dtype), flats[k].shard

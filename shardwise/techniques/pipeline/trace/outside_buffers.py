@@ -116,7 +116,6 @@ class OutsideBuffers:
 
 
 def storage_of(x: Tensor) -> int:
-    """Equal for tensors that share memory."""
     return x.untyped_storage()._cdata
 
 
@@ -141,7 +140,6 @@ def memory_order(x: Tensor) -> tuple[int, ...] | None:
 
 
 def spec_of(x: Tensor, order: Sequence[int] | None, trained: bool) -> Spec:
-    """The spec of a tensor that is sent in this order of its dims."""
     return Spec(tuple(x.shape[dim] for dim in order or range(x.dim())), x.dtype, trained)
 
 

@@ -62,7 +62,6 @@ class Of:
 
     @property
     def answers(self) -> Any:
-        """The layer whose attributes the stand-in has."""
         return self.twin if self.real is None or self.following else self.real
 
 
@@ -105,7 +104,6 @@ def defined(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def _walk(
     module: nn.Module, name: str, starts: Sequence[str]
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Every module outside of layers, and every layer without its submodules."""
     yield name, module, False
     for key, child in module._modules.items():
         full = f"{name}.{key}" if name else key
@@ -286,7 +284,6 @@ class StageLayers:
             self._take_parameters(ours, theirs)
 
     def _own_parameters(self, found: dict[str, StageLayer], outside: dict[str, nn.Module]) -> None:
-        """Number the parameters, and find the stages of each."""
         stages: dict[Tensor, set[int]] = {p: set() for p in self.model.parameters()}
         for name, layer in found.items():
             for p in self.model.get_submodule(name).parameters():
@@ -355,7 +352,6 @@ class StageLayers:
                 put(ours[key], number)
 
     def _stand_in(self, name: str, layer: StageLayer) -> None:
-        """Replace the twin's layer by a stand-in, and ours too if another rank owns it."""
         theirs, ours = self.twin.get_submodule(name), self.model.get_submodule(name)
         of = Of(name, layer.stages, theirs, ours if self.own_stages & set(layer.stages) else None)
         stand_in = StandIn(of)

@@ -53,7 +53,6 @@ class ActivationProbe:
     def _run(
         self, stage: int, trace: StageTrace, received: list[Tensor]
     ) -> tuple[list[Tensor], Any]:
-        """The outputs of a stage, or the answer."""
         stages = self.staging.stages
         try:
             with self.around("F", stage, Microbatch(0, None, trace=trace)):

@@ -100,7 +100,6 @@ class Tracer:
         return out
 
     def _check_common(self, x: Tensor, what: Any) -> None:
-        """Raise InputError for a tensor that is not a value and differs between ranks."""
         self.outside.use(x, what, self.stage)
         if x.is_meta:
             raise bad(
@@ -142,7 +141,6 @@ class Tracer:
     def _read_value(
         self, func: Any, inputs: Sequence[Tensor], metas: Sequence[Tensor], ask: Ask
     ) -> Any:
-        """Find out what the program reads of a value, and record it as an event."""
         self._used(func, inputs, metas, ())
         read = ForwardStep(func, self.stage, UNKNOWN, (), reads=True)
         crossed, specs, orders = self._crossed(self.stage + 1)
@@ -198,9 +196,7 @@ class Tracer:
     def _run(
         self, layer: nn.Module, inputs: Sequence[Tensor], metas: Sequence[Tensor], *given: Any
     ) -> tuple[Any, list[int]]:
-        """Run a layer on meta, with the real tensors that follow from the batch; returns its
-        output.
-        """
+        """Run a layer on meta, with the real tensors that follow from the batch."""
         pairs = zip(inputs, metas, strict=True)
         passed = [x.clone() if self.seen.number(x) is None else meta for x, meta in pairs]
         began = [x._version for x in passed]
@@ -214,7 +210,6 @@ class Tracer:
     def _on_meta(
         self, what: Any, args: Any, kwargs: Any
     ) -> tuple[list[Tensor], list[Tensor], Any, Any]:
-        """The tensors among the arguments, the same on meta, and the arguments on meta."""
         inputs = leaves((args, kwargs), Tensor)
         metas = [self._meta(x, what) for x in inputs]
         args, kwargs = _replaced(metas, args, kwargs)
@@ -314,7 +309,6 @@ class Tracer:
         }
 
     def _close(self) -> None:
-        """End a stage, and record which of its values require gradients."""
         for value in self.values[self.opened :]:
             value.trained = value.meta.requires_grad
         self.opened = len(self.values)
@@ -432,7 +426,6 @@ def _settle(module: nn.Module) -> None:
 
 
 def _staying(func: Any, args: Any) -> tuple[Any, Any]:
-    """Let a copy to another device stay on meta."""
     if func in _MOVES:
         return Tensor.to, (args[0], META)
     if func is Tensor.to:
