@@ -143,6 +143,7 @@ class LossScale:
         return self.value / (2 ** (microbatches - 1).bit_length() if self.on else 1)
 
     def update(self, overflow: bool) -> None:
+        """Adjust the scale after an update or a skipped one."""
         if not self.on:
             return
         if overflow:
