@@ -29,6 +29,7 @@ from shardwise.engine.optimizer.optimizer_state import (
     device_of,
     put,
 )
+from shardwise.engine.optimizer.owners import needs_whole
 from shardwise.engine.state import extra_state, state
 from shardwise.engine.state.box import Box
 from shardwise.engine.state.full import data_boxes, pipe_boxes, pipe_names
@@ -36,6 +37,7 @@ from shardwise.engine.state.json_values import pack, unpack
 from shardwise.techniques.data.apply import driver_of, flats_of
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.wrap.pipe import Piped, pipe_of
+from shardwise.wrap.plain_optimizer import whole_steps
 
 
 class PlainLoop:
@@ -50,6 +52,8 @@ class PlainLoop:
         assert self.by.world is not None  # it has, in a loop of the program's own
         self.world: World = self.by.world
         self.every = self._held()
+        #: whose states are on this rank
+        self.held = [held for held in self.every if self._owned.get(id(held.param), True)]
         if optimizer is not None:
             _require_own(optimizer, self.every, caller)
 
@@ -71,10 +75,17 @@ class PlainLoop:
         self.by.between_passes()
         self.by.units.to_sharded()
         return [
-            state.held_parameter(flat, index, p, self._room(p))
+            state.held_parameter(flat, index, p, self._room(p), owned=id(p) in self._owned)
             for flat in flats_of(self.by.units.order)
             for index, p in enumerate(flat.params)
         ]
+
+    @property
+    def _owned(self) -> Mapping[int, bool]:
+        """Of parameters whose states one rank has whole: whether it is this one."""
+        if self.optimizer is None or isinstance(self.by, Piped) or not needs_whole(self.optimizer):
+            return {}
+        return whole_steps(self.optimizer, self.by).owned
 
     def _room(self, p: nn.Parameter) -> optimizer_state.Room:
         group = next((g for g in self._param_groups if any(q is p for q in g["params"])), {})
@@ -90,13 +101,13 @@ class PlainLoop:
         self.by.compare_ranks()
 
     def boxes(self) -> list[Box]:
-        states, _ = optimizer_state.outgoing(self._states, self.every)
+        states, _ = optimizer_state.outgoing(self._states, self.held)
         extra, _ = extra_state.outgoing(self.module, self._copy)
         return [*self._model(), *states, *extra]
 
     def scalars(self) -> dict[str, Any]:
         """What is no tensor, for JSON.  Called by all ranks."""
-        _, states = optimizer_state.outgoing(self._states, self.every)
+        _, states = optimizer_state.outgoing(self._states, self.held)
         _, extra = extra_state.outgoing(self.module, self._copy)
         local = {"states": states, "modules": extra, "groups": self._groups()}
         scalars = state.merged(local, self.world)
@@ -142,7 +153,7 @@ class PlainLoop:
         if self.optimizer is not None:
             _require_same_kind(self.optimizer, scalars.get("optimizer"))
         self.options = self._saved_options(scalars.get("groups", ()))
-        held = [] if self.optimizer is None else self.every
+        held = [] if self.optimizer is None else self.held
         values = scalars.get("states", {})
         self.coming = optimizer_state.incoming(self._states, held, saved, values, lambda _: ())
         extra, self.give_extra = extra_state.incoming(

@@ -2,7 +2,8 @@
 
 each step         its options equal the other data ranks'; some parameter has a gradient;
                   SparseAdam gets sparse gradients
-first step        the optimizer must be elementwise, its states of pieces
+first step        the optimizer must be elementwise, its states of pieces; or it needs whole
+                  tensors, each of which one rank owns (engine/optimizer/owners.py)
 load_state_dict   the same of the states
 state_dict        refused: it would give one rank's pieces as whole parameters
 """
@@ -21,12 +22,13 @@ from shardwise.core.errors import bad
 from shardwise.engine.checks import validate
 from shardwise.engine.optimizer.elementwise import ELEMENTWISE, is_listed
 from shardwise.engine.optimizer.optimizer_state import compared
+from shardwise.engine.optimizer.owners import WHOLE, WholeSteps, needs_whole
 from shardwise.techniques.data.checksum import versions
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import owners
 
 
-def before_step(optimizer: Optimizer, *_: Any) -> None:
+def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A hook before every optimizer step: examines an optimizer when it first steps on shards."""
     pairs = list(_owned(optimizer))
     owned = list(dict.fromkeys(data for _, data in pairs))
@@ -54,10 +56,20 @@ def before_step(optimizer: Optimizer, *_: Any) -> None:
         optimizer.register_load_state_dict_post_hook(_require_pieces)
     for data in owned:
         data.optimizers.setdefault(optimizer, 0)
+    for data in owners_of_pieces if needs_whole(optimizer) else ():
+        if any(x is not None for x in (*args[1:], *kwargs.values())):
+            raise bad(
+                f"a step of {type(optimizer).__name__} with a closure on shards",
+                "closures of optimizers that update each element alone",
+                "loss.backward(), then optim.step()",
+            )
+        whole_steps(optimizer, data).begin()
 
 
 def after_step(optimizer: Optimizer, *_: Any) -> None:
     """A hook after every optimizer step: what changes its states from now on is the program."""
+    for data in _sharded(optimizer) if needs_whole(optimizer) else ():
+        whole_steps(optimizer, data).end()
     for data in [pair[1] for pair in islice(_owned(optimizer), 1)]:
         data.optimizers[optimizer] = versions(optimizer.state.values())
 
@@ -113,6 +125,13 @@ def _owned(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Data]]:
             yield p, data
 
 
+def whole_steps(optimizer: Optimizer, data: Data) -> WholeSteps:
+    """The steps of an optimizer that needs whole tensors, over one module."""
+    if optimizer not in data.whole:
+        data.whole[optimizer] = WholeSteps(optimizer, data)
+    return data.whole[optimizer]
+
+
 def _sharded(optimizer: Optimizer) -> list[Data]:
     pieces = (data for p, data in _owned(optimizer) if data.places[p][1].split)
     return list(dict.fromkeys(pieces))
@@ -121,11 +140,12 @@ def _sharded(optimizer: Optimizer) -> list[Data]:
 def _require_by_element(optimizer: Optimizer) -> None:
     """Raise InputError for an optimizer that is not known to update each element alone."""
     kind = type(optimizer)
-    if not getattr(optimizer, "elementwise", is_listed(kind)):
+    if not (getattr(optimizer, "elementwise", is_listed(kind)) or needs_whole(optimizer)):
         raise bad(
             f"a step of {kind.__name__} on shards: it is not known to update each element alone",
-            f"one of {', '.join(ELEMENTWISE)}; if {kind.__name__} updates each element alone, "
-            "optim.elementwise = True before its first step",
+            f"one of {', '.join((*ELEMENTWISE, *WHOLE))}; if {kind.__name__} updates each element "
+            "alone, optim.elementwise = True before its first step; if each tensor, "
+            "optim.elementwise = False",
             'torch.optim.AdamW(module.parameters()), or sw.FSDP(module, "NO_SHARD"), or an engine: '
             f'sw.parallelize(module, "zero3", world, optimizer=sw.Optim({kind.__name__}, ...))',
         )
@@ -133,7 +153,7 @@ def _require_by_element(optimizer: Optimizer) -> None:
 
 def _require_pieces(optimizer: Optimizer) -> None:
     """Raise InputError for states of whole parameters in an optimizer over pieces."""
-    for data in _sharded(optimizer):
+    for data in () if needs_whole(optimizer) else _sharded(optimizer):
         for p, (_, flat, index) in data.places.items():
             shape, state = flat.shapes[index], optimizer.state.get(p, {})
             wrong = [k for k, v in state.items() if isinstance(v, Tensor) and v.shape == shape]

@@ -31,7 +31,16 @@ from tests.checkpoint.support import (
 from tests.pool import run_gloo
 from tests.train.runs import ended
 
+
+class Whole(torch.optim.Adafactor):
+    """A class of a program that needs whole tensors."""
+
+    elementwise = False
+
+
 KINDS: dict[str, Any] = {
+    "Adafactor": torch.optim.Adafactor,
+    "Whole": Whole,
     "AdamW": partial(torch.optim.AdamW, weight_decay=0.1, amsgrad=True),
     "SGD": partial(torch.optim.SGD, momentum=0.9, nesterov=True),
     "Own": Own,
@@ -91,6 +100,9 @@ def run(ranks: int, *args: Any) -> dict[str, Tensor]:
         ("Own", "Pipe", 2, "FULL_SHARD", 2),
         ("SGD", "DDP", 1, "FULL_SHARD", 3),
         ("Own", "SHARD_GRAD_OP", 3, "Pipe", 2),
+        ("Adafactor", "FULL_SHARD", 3, "FULL_SHARD", 2),
+        ("Whole", "DDP", 2, "SHARD_GRAD_OP", 3),
+        ("Adafactor", "FULL_SHARD", 2, "Pipe", 2),
     ],
 )
 def test_a_loop_goes_on(tmp_path: Path, kind: str, here: str, before: int, there: str, after: int):

@@ -75,7 +75,7 @@ class ShardedOptimizer(Optimizer, ABC):
         self, spec: OptimizerSpec, flats: Sequence[Flat], masters: Mapping[int, Tensor]
     ) -> None:
         self.spec, self.flats, self.masters = spec, flats, masters
-        self.owners = Owners(spec, flats)
+        self.owners = Owners(spec.is_whole, flats)
         self.targets = [self._targets(k, flat) for k, flat in enumerate(self.flats)]
         named = [
             pair

@@ -14,35 +14,37 @@ Owners are chosen by the number of elements (core/layouts/uneven.py), so the sta
 without memory.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardwise.comm.move import begin_all_to_all
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
 from shardwise.core.layouts.uneven import owners
-from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.techniques.data.unit_hooks import Data
 
 #: A parameter: the number of its flat group, and its index there.
 Place = tuple[int, int]
 
 
 class Owners:
-    """The owners of the whole tensors among the parameters of `flats`.
+    """The owners of the whole tensors among the parameters of `flats`: `is_whole(name, dims)`.
 
     rank_of    the owner of each: its rank on the shard axis of the flat group
     targets    what torch's optimizer steps on: here without elements if another rank is the owner
     """
 
-    def __init__(self, spec: OptimizerSpec, flats: Sequence[Flat]) -> None:
+    def __init__(self, is_whole: Callable[[str, int], bool], flats: Sequence[Flat]) -> None:
         self.flats = flats
         by_axis: dict[str, dict[str, Place]] = {}
         for k, flat in enumerate(flats):
             for i, (name, shape) in enumerate(zip(flat.names, flat.shapes, strict=True)):
-                if flat.split and spec.is_whole(name, len(shape)):
+                if flat.split and is_whole(name, len(shape)):
                     by_axis.setdefault(flat.shard_axis.name, {})[name] = k, i
         self.rank_of: dict[Place, int] = {}
         for places in by_axis.values():
@@ -158,3 +160,61 @@ class Owners:
 
 def _joined(pieces: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat(pieces) if pieces else like.new_empty(0)
+
+
+# --- in a loop of the program's own ---------------------------------------------------------------
+
+#: Classes of torch.optim that update each tensor alone, and need it whole.
+WHOLE = "Muon", "Adafactor"
+
+
+def needs_whole(optimizer: Optimizer) -> bool:
+    """Whether it needs whole tensors: by its class, or by `optim.elementwise = False`."""
+    kind = type(optimizer)
+    known = kind.__module__.startswith("torch.optim") and kind.__name__ in WHOLE
+    return not getattr(optimizer, "elementwise", not known)
+
+
+class WholeSteps:
+    """The steps of `optimizer` over the parameters of one sharded module: within a step they are
+    whole on their owners, elsewhere without elements.  `owned` has their identities, and whether
+    this rank is the owner.
+    """
+
+    def __init__(self, optimizer: Optimizer, data: Data) -> None:
+        own = {p for group in optimizer.param_groups for p in group["params"]}
+        names = {flat.names[i] for p, (_, flat, i) in data.places.items() if p in own}
+        self.flats = data.trained
+        self.owners = Owners(lambda name, _: name in names, self.flats)
+        self.places = {(k, i): self.flats[k].params[i] for k, i in self.owners.targets}
+        self.owned = {id(p): self.owners.is_here(*place) for place, p in self.places.items()}
+        self.pieces: list[tuple[nn.Parameter, Tensor, Tensor | None, int]] = []
+
+    def begin(self) -> None:
+        """Before a step: parameters and gradients become whole, or nothing."""
+        for (k, i), p in self.places.items():
+            grads = self.flats[k].grads
+            if p.grad is not None and grads.gshard is not None and grads.is_replaced(p.grad):
+                self.flats[k].views.part(i, grads.gshard).copy_(p.grad)
+        self.owners.collect(self._weights(), 1.0)
+        for place, p in self.places.items():
+            target = self.owners.targets[place]
+            self.pieces.append((p, p.data, p.grad, p._version))
+            target.grad = None if p.grad is None else target.grad
+            p.grad, p.data = None, target.data
+            p.grad = target.grad
+
+    def end(self) -> None:
+        """After a step: they become pieces again."""
+        for place, p in self.places.items():
+            self.owners.targets[place].data = p.data
+        self.owners.give(self._weights())
+        torch_c: Any = torch._C
+        for p, data, grad, version in self.pieces:
+            p.grad, p.data = None, data
+            p.grad = grad
+            torch_c._autograd._unsafe_set_version_counter((p,), (version + 1,))  # on all ranks
+        self.pieces.clear()
+
+    def _weights(self) -> dict[int, Tensor]:
+        return {k: self.flats[k].shard for k, _ in self.places}

@@ -92,8 +92,8 @@ class Data:
         self.handles: list[RemovableHandle | Lease] = []  # of all that is on the model or opened
         flats = [group for unit in units.order for group in unit.groups]
         self.scaling = scaling_of(flats if pace.by_hand else ())
-        #: that have stepped (plain_optimizer.py), and whether they had states in the last step
-        self.optimizers = WeakKeyDictionary[Optimizer, int]()
+        self.whole = WeakKeyDictionary[Optimizer, Any]()  # WholeSteps (owners.py)
+        self.optimizers = WeakKeyDictionary[Optimizer, int]()  # and `versions` of their states
         self.on_grads = GradientHooks(self.collected)
         frozen = [p for group in flats if not group.trained for p in group.params]
         self.structure = Structure(root, frozen, BY_HAND if pace.by_hand else BY_ENGINE)
