@@ -40,7 +40,10 @@ OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"lr": 0.1}),
     "SGD fused": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
     "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    "SGD dampening": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+    "SGD dampening": (
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "fused": True},
+    ),
     "Adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}),
     "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "foreach": True}),
     "NAdam": (torch.optim.NAdam, {"lr": 0.01}),

@@ -222,14 +222,16 @@ def with_pattern(world: World, pattern: str) -> None:
     step_of(engine_of(world, "dp2 fp64", groups={pattern: {"lr": 0.5}}), 0)
 
 
-@pytest.mark.parametrize("lr", [float("nan"), "0.1", None])
-def test_a_rate_that_is_not_finite_is_refused_before_the_update(lr: Any):
+@pytest.mark.parametrize("lr", [float("nan"), "0.1", None, -0.1, torch.ones(2)])
+def test_a_rate_that_is_negative_or_not_finite_is_refused_before_the_update(lr: Any):
     """A scheduler may give one: the weights stay, and the next step trains."""
     engine = engine_of(alone(), "zero1 fp64")
     before = [p.detach().clone() for p in engine.model.parameters()]
     engine.optimizer.param_groups[1]["lr"] = lr
     with pytest.raises(InputError, match=r"a learning rate of .*'\*\.bias'.* a finite number"):
         step_of(engine, 0)
+    with pytest.raises(InputError, match=r"a learning rate of .* in engine\.set_lr"):
+        engine.set_lr(lr)
     assert all(map(torch.equal, engine.model.parameters(), before))
     engine.set_lr(0.01)
     step_of(engine, 0)

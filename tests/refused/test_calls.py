@@ -245,6 +245,9 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
         (lambda: sw.Adam(betas=0.9), "which Adam refuses"),  # type: ignore[arg-type]
         (lambda: sw.SGD(lr=0.1, nesterov=True), "Nesterov momentum requires"),
         (lambda: sw.SGD(lr=0.1, groups={"*": {"lr": -1}}), "Invalid learning rate: -1"),
+        (lambda: sw.Lion(groups={"*": {"momentum": 0.9}}), "which Lion refuses"),
+        (lambda: sw.AdamW(groups={0: {"lr": 1.0}}), "a dict from patterns"),  # type: ignore[dict-item]
+        (lambda: sw.SGD(momentum=0.9, dampening="0.1"), "which SGD refuses"),  # type: ignore[arg-type]
         (
             lambda: sw.AdamW(groups={"*.bias": {"weight_deacy": 0}}),
             r"the options of AdamW: lr, betas.*Write instead: sw\.AdamW\(weight_decay=0\)",

@@ -269,7 +269,7 @@ class ShardedOptimizer(Optimizer, ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the options of the groups. Raises InputError for groups of another spec."""
-        saved_groups = state_dict["param_groups"]
+        saved_groups = state_dict.get("param_groups", [])
         both = saved_groups, self.param_groups
         names, own = ([group.get("name") for group in one] for one in both)
         if names != own:
@@ -292,12 +292,13 @@ class ShardedOptimizer(Optimizer, ABC):
         """The options of the groups, which must be equal on all ranks.
 
         Also whether the program has changed optimizer states since the last update.  Raises
-        InputError for a learning rate, of a scheduler or a program, that is not finite.
+        InputError for a learning rate, of a scheduler or a program, that is negative or not finite.
         """
-        groups.require_finite_rates(self.param_groups)
         found: dict[str, Any] = {}
         for group in self.param_groups:
-            found |= groups.compared(group, f"the group {group['name']!r} of engine.optimizer")
+            called = f"the group {group['name']!r} of engine.optimizer"
+            groups.require_rate(group["lr"], f" in {called}")
+            found |= groups.compared(group, called)
         found["missing states of engine.optimizer"] = self.had_states and not self.state
         self.had_states = bool(self.state)
         changed, self.replaced = self.replaced, False
@@ -327,6 +328,7 @@ class ShardedOptimizer(Optimizer, ABC):
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate; groups with their own rate keep its proportion."""
+        groups.require_rate(lr, " in engine.set_lr")
         for group, base in zip(self.param_groups, self.base_lr, strict=True):
             group["lr"] = lr * base / self.torch.defaults["lr"] if self.torch.defaults["lr"] else lr
 

@@ -51,7 +51,9 @@ class OptimizerSpec:
                 f"another class, such as {', '.join(ELEMENTWISE)}, Adafactor, Muon",
                 "sw.AdamW(lr=3e-4), or sw.DDP(module) in a loop of your own",
             )
-        if not isinstance(self.groups, dict):
+        if not isinstance(self.groups, dict) or not all(
+            isinstance(key, str) for key in self.groups
+        ):
             raise bad(
                 f"groups={repr(self.groups)[:60]}",
                 "a dict from patterns of parameter names to options",
@@ -106,10 +108,14 @@ class OptimizerSpec:
         return optimizer
 
     def _try(self, own: dict[str, Any]) -> None:
-        probe = nn.Parameter(torch.zeros(2, 2, device="cpu"))
+        probe = nn.Parameter(torch.zeros(2, 2, dtype=torch.float32, device="cpu"))
         try:
-            if self.kind.__module__.startswith("torch.optim"):
-                self.kind([probe], **(self.options | own))  # this form checks the values
+            if self.kind.__module__.startswith(("torch.optim", "shardwise.")):
+                with torch.device("cpu"):  # the step checks what the constructor does not
+                    optimizer = self.kind([probe], **self.fastest(own))
+                    for _ in range(2):
+                        probe.grad = torch.zeros_like(probe)
+                        optimizer.step()
             else:
                 self.kind([{"params": [probe], **own}], **self.options)
         except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
@@ -168,8 +174,10 @@ class OptimizerSpec:
         its parameters, and the rest.
         """
         groups = [{"params": [], **own, "name": name} for name, _, own in self.members]
-        for group in groups:
+        for group, (_, spec, own) in zip(groups, self.members, strict=True):
             group["param_names"] = []
+            if (spec.options | own).get("dampening"):
+                group["fused"] = False  # see even_out
         for name, p in named:
             group = groups[self.number(name, p.dim())]
             group["params"].append(p)
@@ -178,20 +186,17 @@ class OptimizerSpec:
         kinds = list({id(spec): spec for spec in specs}.values())
         of = [next(k for k, kind in enumerate(kinds) if kind is spec) for spec in specs]
         parts = [
-            kind.kind([g for g, k in zip(groups, of, strict=True) if k == n], **kind.fastest)
+            kind.kind([g for g, k in zip(groups, of, strict=True) if k == n], **kind.fastest({}))
             for n, kind in enumerate(kinds)
         ]
         return parts[0] if len(parts) == 1 else Combined(parts, of)
 
-    @property
-    def fastest(self) -> dict[str, Any]:
-        """The options, with torch's fused kernels where it has them."""
-        options, own = dict(self.options), [g for g in self.groups.values() if isinstance(g, dict)]
-        fusable = "fused" in inspect.signature(self.kind).parameters
-        damped = any(o.get("dampening") for o in (options, *own))  # see even_out
-        if fusable and not damped and not {"fused", "foreach", "differentiable"} & options.keys():
-            options["fused"] = True
-        return options
+    def fastest(self, own: dict[str, Any]) -> dict[str, Any]:
+        """The options and those of a group, with torch's fused kernels where it has them."""
+        options = self.options | own
+        chosen = {"fused", "foreach", "differentiable"} & options.keys()
+        fusable = "fused" in inspect.signature(self.kind).parameters and not chosen
+        return options | ({"fused": True} if fusable else {})
 
 
 def written(kind: type[Optimizer]) -> str:
@@ -369,9 +374,9 @@ def even_out(optimizer: Optimizer) -> None:
     The kernel takes a list with all of them or none, and parameters differ in whether they have had
     a gradient.  (With dampening the first momentum is not the damped sum with zero: not fused.)
     """
-    if not isinstance(optimizer, torch.optim.SGD) or not optimizer.defaults.get("fused"):
+    if not isinstance(optimizer, torch.optim.SGD):
         return
-    for group in optimizer.param_groups:
+    for group in (group for group in optimizer.param_groups if group.get("fused")):
         for p in (p for p in group["params"] if group["momentum"] and p.grad is not None):
             state = optimizer.state[p]
             if state.get("momentum_buffer") is None:

@@ -246,16 +246,15 @@ def compared(group: Options, called: str) -> dict[str, Any]:
     return found
 
 
-def require_finite_rates(groups: Groups) -> None:
-    """Raise InputError for a learning rate, of a scheduler or a program, that is not finite."""
-    for group in groups:
-        lr = group["lr"]
-        if not isinstance(lr, int | float | Tensor) or not math.isfinite(lr):
-            raise bad(
-                f"a learning rate of {lr!r} in the group {group['name']!r} of engine.optimizer",
-                "a finite number",
-                "engine.set_lr(3e-4), or a scheduler whose rates are finite",
-            )
+def require_rate(lr: Any, given: str) -> None:
+    """Raise InputError for a learning rate that is no finite number of at least 0."""
+    number = isinstance(lr, int | float) or (isinstance(lr, Tensor) and lr.numel() == 1)
+    if not (number and 0 <= lr < math.inf):
+        raise bad(
+            f"a learning rate of {lr!r}{given}",
+            "a finite number, 0 or more",
+            "engine.set_lr(3e-4), or a scheduler whose rates are finite",
+        )
 
 
 def _listed(value: Any) -> Any:
