@@ -63,6 +63,7 @@ class UnitOrder:
         self.stage = next(iter(self.stages))  # the stage that is being computed
         self.recorded = True  # the last forward pass
         self.reads = True  # whether this backward pass reads weights
+        self.passed: set[int] = set()  # the places reached in this backward action of a schedule
         self.latest: int | None = None  # the unit used last: gathered until another is used
         self.in_backward = False
         self.reduced: set[int] = set()  # stages, in this run of the schedule
@@ -169,8 +170,10 @@ class UnitOrder:
         of its weights may still arrive: column-parallel layers with one input compute them after
         the input's gradient (Entry.line_up in techniques/tensor/linear.py).
         """
-        if self.is_around(unit) or not self.reads:
-            return []
+        late = place.calls_before in self.passed and min(self.passed) < place.calls_before
+        if late or self.is_around(unit) or not self.reads:
+            return []  # late: an output of an earlier call, which this one has returned too
+        self.passed |= {place.calls_before} if self.staged else set()
         state, to_come = self.units[unit], place.calls[: place.calls_before]
         later = (n for n in set(place.calls[place.calls_before :]).difference(to_come))
         over = [n for n in later if not (self.units[n].stays or self.units[n].depth)]
@@ -214,7 +217,7 @@ class UnitOrder:
         own = self.stages[stage]
         others = [n for n in self.forward if n not in own] if stage != self.stage else []
         acts = self._free(others)
-        self.stage, self.in_backward = stage, op != "F"
+        self.stage, self.in_backward, self.passed = stage, op != "F", set()
         self.reads = {"I": graded, "W": not graded}.get(op, True)
         uses = self.uses[stage]
         uses.ended = True

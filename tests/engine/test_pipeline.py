@@ -13,8 +13,10 @@ from torch.utils._pytree import tree_map
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RunError
 from shardwise.core.plan.plan import Plan
+from shardwise.core.reduce_order import Act, UnitState
 from shardwise.core.schedule.library import build as schedule_of
 from shardwise.core.schedule.lower import versions
+from shardwise.core.unit_order import CallPlace, UnitOrder
 from shardwise.engine.engine import Engine
 from shardwise.models import gpt
 from shardwise.models.trainable import fill
@@ -333,3 +335,19 @@ def test_nothing_runs_after_a_run_that_broke_off():
         assert second == "ValueError: in the middle of a stage"
         assert len(later) == 2
         assert all("RunError: The previous run of the schedule was interrupted" in x for x in later)
+
+
+def test_an_output_that_a_later_call_returns_too_gathers_nothing():
+    """Its gradient is complete after the nodes of the later call: their unit has been freed."""
+    order = UnitOrder([UnitState(True), UnitState(True)], stages={0: [0, 1]})
+    order.enter(0, "F", graded=True)
+    places = list[CallPlace]()
+    for unit in range(2):
+        order.call(unit)
+        order.returned(unit, ends=True)
+        places.append(order.place)
+    order.leave()
+    order.enter(0, "B", graded=True)
+    assert Act("wait", 1) in order.reached(1, places[1])
+    assert Act("free_early", 1) in order.reached(0, places[0])
+    assert order.reached(1, places[1]) == []
