@@ -37,7 +37,7 @@ FOREIGN = {
     "tensor": 33,
     "expert": 25,
     "pipeline": 16,
-    "recompute": 12,
+    "recompute": 11,
     "layers": 9,
     "offload": 5,
     "tile": 5,

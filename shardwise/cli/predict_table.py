@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.core.zero import ACTIVATIONS
-from shardwise.prediction.relief import added_words, largest, peak_parts, relieved
+from shardwise.prediction.relief import added_words, largest, relieved
 from shardwise.train.progress import size_text
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class Answer:
             share = self.peak_bytes / self.device_bytes
             verb = "fits" if self.fits else "does not fit"
             size = size_text(self.device_bytes)
-            found.append(f"It {verb}: the peak is {share:.0%} of {size}, temporary memory apart.")
+            found.append(f"It {verb}: the peak is {share:.0%} of {size}.")
         size = self.parts[self.largest]
         part = f"{size_text(size)} or {size / max(1, self.peak_bytes):.0%} of the peak"
         found.append(f"The largest part is {self.largest}: {part}.")
@@ -82,7 +81,7 @@ def answer(
     found: "Prediction", rows: int, positions: int, device_bytes: int | None = None
 ) -> Answer:
     """The answer for `rows` rows in a step over all ranks, each of `positions` tokens."""
-    parts, plan = peak_parts(found), found.plan
+    parts, plan = dict(found.peaks.parts), found.plan
     part = largest(parts)
     return Answer(
         plan=plan,
@@ -99,7 +98,7 @@ def answer(
 def _in_all(found: "Prediction") -> dict[str, int]:
     """Sums over all ranks. The ranks of one pipeline stage count the same."""
     stages = found.plan.mesh.line("pp", found.rank)
-    each = [peak_parts(found if rank == found.rank else found.on(rank)) for rank in stages]
+    each = [(found if rank == found.rank else found.on(rank)).peaks.parts for rank in stages]
     times = found.world // len(stages)
     return {name: times * sum(parts.get(name, 0) for parts in each) for name in each[0]}
 
@@ -121,8 +120,7 @@ def show(numbers: dict[str, Any], told: Answer, console: Console) -> None:
         cells[1] = cells[1] if name in total else size_text(told.in_all[name])
         if told.device_bytes is not None:
             cells.append(f"{count / told.device_bytes:.1%}")
-        label = "activations, at most" if name == ACTIVATIONS else name
-        table.add_row(label, *cells)
+        table.add_row(name, *cells)
     table.add_section()
     for label, count in _elsewhere(numbers):
         table.add_row(label, size_text(count))

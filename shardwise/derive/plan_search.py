@@ -1,25 +1,76 @@
-"""`sw.search`: the best plan of a model for a number of ranks of a cluster.
+"""`sw.search`: the best plan of a model for a number of ranks of a cluster."""
 
-Thousands of plans are predicted from few recorded passes (recorded_model.py).
-"""
-
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.core.errors import InputError, bad
+from shardwise.core.mesh import TENSOR
+from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.arguments import integer
-from shardwise.derive.recorded_model import PLAIN, RecordedModel
+from shardwise.derive.repeated import equal_blocks, shortened
+from shardwise.derive.table import table_or_derived
 from shardwise.engine.options import EngineOptions, Loss
+from shardwise.engine.predict import predict_with
+from shardwise.engine.spec_of_model import plain_copy, stage_places
 from shardwise.observe.meta_pass import UNKNOWN
 from shardwise.prediction.cluster import Cluster, cluster_of
+from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.search.result import PlanTask, SearchResult
 from shardwise.prediction.search.search import best_plans
 
-#: The plans that are printed, and certain to be the best.
-COUNT: Final = 10
+#: The plans that are predicted.
+COUNT: Final = 8
+#: The plan whose precision and options all predictions share.
+PLAIN: Final = Plan(precision="bf16")
+
+
+class SearchedModel:
+    """A model, and its predictions under the plans of a search."""
+
+    def __init__(self, model: nn.Module, batch: Any, options: EngineOptions) -> None:
+        self.model, self.batch, self.options = model, batch, options
+        self.plain, self.blocks = plain_copy(model, PLAIN), equal_blocks(model)
+        self.known = dict[tuple[Plan, int], Prediction]()
+        self.tables = dict[tuple[int, int | None], Any]()
+
+    def of(self, plan: Plan, rows: int, rank: int = 0) -> Prediction:
+        """That of a rank, with microbatches of `rows` rows. Raises InputError if it cannot run."""
+        key = plan, rows
+        if key not in self.known:
+            self.known[key] = self._predicted(plan, rows, None)
+        found = self.known[key]
+        return found if rank == found.rank else found.on(rank)
+
+    def one_row(self, plan: Plan, depth: int | None) -> Prediction:
+        """That of one row on one data rank, without a pipeline, on the axes within layers of
+        `plan`, recomputed like it; of a copy with `depth` blocks.
+        """
+        axes = ("dp", 1), (TENSOR, plan.mesh.size_of(TENSOR))
+        own = replace(PLAIN, axes=axes, context=plan.context, sp=plan.sp, recompute=plan.recompute)
+        return self._predicted(own, 1, depth)
+
+    def pieces(self, stages: int) -> int:
+        """Blocks, or else layers, that so many stages divide. Raises InputError for fewer."""
+        return len(stage_places(self.plain, self.options, stages))
+
+    def _predicted(self, plan: Plan, rows: int, depth: int | None) -> Prediction:
+        model = self.model
+        if depth is not None and self.blocks is not None:
+            model = shortened(model, self.blocks, depth)
+        key = plan.mesh.size_of(TENSOR), depth
+        if key not in self.tables:
+            own = self.options.table, plan
+            one, loss = (lambda: self._rows(1)), self.options.objective
+            self.tables[key] = table_or_derived(*own, lambda: model, one, loss)
+        options = replace(self.options, table=self.tables[key])
+        return predict_with(model, plan, self._rows(rows * plan.microbatches), options)
+
+    def _rows(self, rows: int) -> Any:
+        return tree_map_only(Tensor, lambda x: x[:1].repeat(rows, *[1] * (x.dim() - 1)), self.batch)
 
 
 def search(
@@ -38,8 +89,8 @@ def search(
     `model` may be on the meta device. `cluster` is a `Cluster`, the name of a preset or a file.
     `batch` is a batch of at least one row, in dim 0 of its tensors; its values are not read. `rows`
     counts those of a step on all ranks; None: those of `batch`. `loss` is that of `parallelize`;
-    `options`, if given, has it and all other options. The first `count` plans of the result are the
-    best of all that are considered (docs/how-to/choose-a-plan.md).
+    `options`, if given, has it and all other options. `count` plans that fit are predicted, those
+    with the shortest steps by an estimate (docs/how-to/choose-a-plan.md).
 
     Raises:
         InputError: for a wrong cluster, ranks that do not fill its hosts, a batch that no plan
@@ -51,10 +102,10 @@ def search(
     rows = len(leaves[0]) if rows is None else rows
     integer("rows", rows, 1, ranks)
     options = options or EngineOptions(loss=loss, clip=1.0, kernels="cuda")
-    recordings = RecordedModel(model, batch, options)
+    predicted = SearchedModel(model, batch, options)
     texts = (x.shape[1] for x in leaves if x.dim() == 2 and not x.is_floating_point())
     try:
-        one = recordings.recorded(PLAIN, 1).prediction
+        one = predicted.one_row(PLAIN, None)
     except InputError:
         raise
     except UNKNOWN as error:
@@ -64,4 +115,4 @@ def search(
         raise bad(given, allowed, "loss(model, batch), as it runs in one process") from error
     sizes = [layer.experts for layer in one.spec.expert_layers.values()]
     task = PlanTask(ranks, cluster.devices_per_host, rows, next(texts, 0), min(sizes, default=1))
-    return best_plans(task, recordings, cluster, count)
+    return best_plans(task, predicted, cluster, count)

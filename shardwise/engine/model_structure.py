@@ -29,18 +29,6 @@ from shardwise.prediction.stored_bytes import HALF, PLAIN, OptimizerShape
 V = TypeVar("V")
 
 
-class SharedParts:
-    """What structures of one model under several plans have in common, computed once."""
-
-    def __init__(self) -> None:
-        self.values: dict[object, Any] = {}
-
-    def __call__(self, key: object, make: Callable[[], V]) -> V:
-        if key not in self.values:
-            self.values[key] = make()
-        return self.values[key]
-
-
 def without_passes(
     plain: nn.Module,
     plan: Plan,

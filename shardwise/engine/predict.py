@@ -6,6 +6,7 @@ reuses it for batches with the same shapes, unless the model reads values.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any, Final
 
 from torch import nn
@@ -24,7 +25,7 @@ from shardwise.engine.options import EngineOptions, Loss
 from shardwise.engine.parallelize import plan_of
 from shardwise.engine.spec_of_model import model_spec
 from shardwise.observe.work import Kernels
-from shardwise.prediction.prediction import Prediction
+from shardwise.prediction.prediction import Prediction, StepPeaks
 from shardwise.prediction.rank_shape import shape_on
 from shardwise.prediction.stored_bytes import layout_of
 from shardwise.techniques.data import rerun
@@ -107,8 +108,8 @@ def predict_with(
 
     plan = plan_of(plan)
     found = of(with_offload(plan.completed(None), of))
-    bound, peak = found.plan.device_memory_bytes, found.device_peak
-    if bound is None or peak <= bound:
+    bound = found.plan.device_memory_bytes
+    if bound is None or (peak := found.device_peak) <= bound:
         return found
     note = (
         f"a step stores {peak:,} bytes on the device, more than device_memory allows "
@@ -214,9 +215,11 @@ class Predictor:
             rerun_bytes=rerun_bytes,
             broadcast_buffers=self.options.broadcast_buffers,
             device=self.options.kernels,
-            notes=notes_of(spec.run.note, plan),
+            notes=tuple(filter(None, (spec.run.note, EVEN if plan.ep > 1 else ""))),
+            dry=cache(partial(self._peaks, batch)),
         )
 
+    def _peaks(self, batch: Any, plan: Plan, rank: int) -> StepPeaks:
+        from shardwise.observe.dry_engine import step_peaks  # builds an engine, which predicts
 
-def notes_of(note: str, plan: Plan) -> tuple[str, ...]:
-    return tuple(filter(None, (note, EVEN if plan.ep > 1 else "")))
+        return step_peaks(self.model, plan, batch, self.options, rank)

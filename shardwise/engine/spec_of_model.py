@@ -26,11 +26,9 @@ from shardwise.core.model_spec import (
     TensorSpec,
 )
 from shardwise.core.plan.plan import Plan
-from shardwise.core.plan.plan_check import schedule_of
 from shardwise.engine.batch import computed_parts, widened
 from shardwise.engine.build import facts_of
 from shardwise.engine.model_structure import (
-    SharedParts,
     by_shape,
     shapes_of,
     tensor_world,
@@ -75,7 +73,6 @@ class StagedLayout(NamedTuple):
 
 #: The bundles of each microbatch; what stages read, and what they write, outside of their layers.
 StageCuts = tuple[tuple[Bundles, ...], tuple[frozenset[str], ...], tuple[tuple[int, int], ...]]
-MicrobatchCuts = tuple[Bundles, tuple[frozenset[str], ...], tuple[tuple[int, int], ...]]
 
 
 class ModelStructure(NamedTuple):
@@ -126,17 +123,6 @@ def model_spec(
         rows = list(zip(parts, passes.counts(parts, counts, options.rows), strict=True))
         return _with_meshes(spec, passes, table, (plain, record, call, taped), rows)
     return _with_one_mesh(spec, (plan, rank, table), (plain, record, call, taped), parts, loads)
-
-
-def stage_cuts(
-    plain: nn.Module, plan: Plan, batch: Any, options: EngineOptions, layout: StagedLayout
-) -> MicrobatchCuts:
-    """What crosses stages for a batch of one microbatch, and what they read outside of layers."""
-    context = positions_of(plain, plan, 0, options)
-    call = partial(_call, options.objective, context, DTYPES[plan.precision])
-    (part,) = context.cut(computed_parts(batch, 1, plan.cut, options.rows))
-    made = _Staged(plain, tensor_world(plan, 0), plan.sp, layout)
-    return made.bundles(call, part), made.outside, made.written
 
 
 def positions_of(
@@ -344,15 +330,9 @@ def _real(model: nn.Module, plan: Plan, options: EngineOptions) -> nn.Module:
     return copied
 
 
-def calls_in(plain: nn.Module, options: EngineOptions, known: SharedParts) -> Calls:
-    return known(("calls",), lambda: calls_of(plain, options.objective))
-
-
-def stage_places(
-    plain: nn.Module, options: EngineOptions, known: SharedParts, stages: int = 2
-) -> tuple[str, ...]:
+def stage_places(plain: nn.Module, options: EngineOptions, stages: int) -> tuple[str, ...]:
     """The modules at which one of so many stages may begin. Raises InputError for too few."""
-    return candidates(plain, stages, calls_in(plain, options, known))
+    return candidates(plain, stages, calls_of(plain, options.objective))
 
 
 def structure(
@@ -360,24 +340,15 @@ def structure(
     plan: Plan,
     options: EngineOptions,
     staged: Callable[[StagedLayout], StageCuts],
-    known: SharedParts | None = None,
 ) -> ModelStructure:
     """The spec of a plain model under a plan, without its passes.
-    `staged` gives what crosses stages, if the plan has a pipeline.  `known` is shared by plans with
-    the same recomputation and without plans of single layers.
+    `staged` gives what crosses stages, if the plan has a pipeline.
     """
-    known, tensor = known or SharedParts(), (plan.mesh.size_of(TENSOR), plan.sp)
     expert_parallel.check_experts(plain, plan)
-    table = known(("table", tensor), lambda: tensor_parallel.table_for(plain, plan, options.table))
-    calls = calls_in(plain, options, known) if plan.pipeline else None
-    schedule = schedule_of(plan)
-    stages = 1 if schedule is None else plan.stages or len(schedule.home)
-    begin = known(
-        ("begin", stages), lambda: stage_module.stage_starts(plain, plan, options.stages, calls)
-    )
-    at = known(
-        ("at", stages), lambda: stage_module.stages_of(plain, begin, calls) if plan.pipeline else {}
-    )
+    table = tensor_parallel.table_for(plain, plan, options.table)
+    calls = calls_of(plain, options.objective) if plan.pipeline else None
+    begin = stage_module.stage_starts(plain, plan, options.stages, calls)
+    at = stage_module.stages_of(plain, begin, calls) if plan.pipeline else {}
 
     def unit_key(spec: UnitSpec) -> object:
         return {(at.get(name), plan.layer_of(name)) for name, _ in spec.params}
@@ -388,17 +359,13 @@ def structure(
     alone = tuple(plans.alone(plain, options.units))
     tiling = tile(plain, plan, options.units)
     how_sharded = _sharding(plan, options, tiling, alone)
-    specs = units_of(plain, how_sharded, tensor[0], unit_key)
+    specs = units_of(plain, how_sharded, plan.mesh.size_of(TENSOR), unit_key)
     units = {spec.name: [name for name, _ in spec.params] for spec in specs}
-    tiles = tiling.params
-    facts = known(
-        ("facts", tensor, stages, plan.ep),
-        lambda: facts_of(plain, units, plan, table, plans, at, tiles),
-    )
+    facts = facts_of(plain, units, plan, table, plans, at, tiling.params)
     tiling.show()
     cuts = None
     if plan.pipeline:
-        within = known(("layers", stages), lambda: layers(plain, begin, calls))
+        within = layers(plain, begin, calls)
         names = {name: layer.stages for layer in within.values() for name in layer.names}
         first = {module: name for name, module in plain.named_modules()}
         parts = {n: names[x] for x in names if (n := first[plain.get_submodule(x)]) not in names}

@@ -7,42 +7,69 @@
     numbers          that ranks agree on are on the CPU; unknown ones that are read are zeros
     kernels          keep what the device's kernels keep (work.py)
 
-A forward that reads values of the model raises torch's error.
+A model whose forward reads values runs on the CPU with its weights and its batch instead.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.comm.fake import FakeLinks
+from shardwise.comm.unchanged import kept_values
 from shardwise.comm.world import world_of
+from shardwise.core.errors import InputError
+from shardwise.core.mesh import PIPELINE
 from shardwise.core.plan.plan import Plan
+from shardwise.core.schedule.library import allowed
+from shardwise.engine import memory
+from shardwise.engine.batch import computed_parts, split
 from shardwise.engine.engine import Engine
+from shardwise.engine.model_structure import shapes_of, valueless
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine
-from shardwise.observe.meta_pass import AsOn, ToMeta, meta_copy
+from shardwise.observe.meta_pass import UNKNOWN, AsOn, ToMeta, meta_copy, value_copy
+from shardwise.observe.step_bytes import KeptBytes, StepBytes
 from shardwise.observe.work import Kernels, in_backward
+from shardwise.prediction.prediction import StepPeaks
+from shardwise.prediction.rank_shape import moments
 
 _CPU: Final = torch.device("cpu")
+#: The kinds of equal microbatches: the first, which makes gradients, the last, and those between.
+MICROBATCHES: Final = 3
+#: The second step's peak is at least this part of what the first one stores beside its states.
+NEAR: Final = 0.98
 
 
 class DryRun:
     """The engine of `rank` under a complete plan, for steps within `running`.
-    `model` is not changed. Raises InputError like `parallelize`.
+    `model` is not changed. Raises InputError like `parallelize`, and torch's error if the forward
+    reads values of the model, unless they are `real`.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, options: EngineOptions, rank: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        options: EngineOptions,
+        rank: int,
+        *,
+        real: bool = False,
+    ) -> None:
         self.loss, self.inside = options.objective, 0
+        self.seen: Callable[[], None] = lambda: None  # called at the end of a forward pass
         self.kernels: Kernels = options.kernels
-        self.mode = ToMeta(read=self._read)
-        world = replace(world_of(rank, plan.size, _CPU, FakeLinks()), meta=True)
+        self.mode = nullcontext() if real else ToMeta(read=self._read)
+        world = replace(world_of(rank, plan.size, _CPU, FakeLinks()), meta=not real)
         options = replace(options, loss=self._objective, fill=lambda *_: None)
+        made = value_copy(model) if real else _with_buffers(meta_copy(model))
         with torch.random.fork_rng(devices=[]), self.mode:
-            self.engine: Engine = build_engine(meta_copy(model), plan, world, options)
+            self.engine: Engine = build_engine(made, plan, world, options)
 
     @contextmanager
     def running(self) -> Iterator[Engine]:
@@ -52,7 +79,9 @@ class DryRun:
     def _objective(self, model: nn.Module, batch: Any) -> Tensor:
         self.inside += 1
         try:
-            return self.loss(model, batch)
+            loss = self.loss(model, batch)
+            self.seen()
+            return loss
         finally:
             self.inside -= 1
 
@@ -71,3 +100,95 @@ class DryRun:
         if func._schema.is_mutable and isinstance(x, list):
             return None
         return x if func._schema.is_mutable and not x.is_meta else NotImplemented
+
+    def peaks(self, batch: Any) -> StepPeaks:
+        """That of a second step; the first one learns the order of units, and makes states."""
+        with self.running() as engine:
+            first, before_update = StepBytes(engine, least=sys.maxsize), list[int]()
+            rested, optimizer = first.now, engine.optimizer.torch
+            note = optimizer.register_step_pre_hook(lambda *_: before_update.append(first.most))
+            with first:
+                engine.step(batch)
+            engine.wait()
+            note.remove()
+            step, kept = StepBytes(engine), KeptBytes(engine, batch)
+            most = next(iter(before_update), first.most)
+            states = step.now - memory.in_step(engine)["gradients"]  # a step begins without any
+            step.least = int(NEAR * (most - rested + states))
+            self._watched(batch, step, kept)
+            if not step.parts:
+                step = StepBytes(engine, step.most)
+                self._watched(batch, step, kept)
+        host = engine.recompute.host
+        fetched = 0 if host is None else host.most_fetched_bytes
+        return StepPeaks(step.parts, kept.most, kept.most_on_host, fetched)
+
+    def _watched(self, batch: Any, step: StepBytes, kept: KeptBytes) -> None:
+        engine = self.engine
+        passes: Any = engine.passes
+        if engine.staging is not None:
+            passes.watch = lambda _: kept.look()
+        else:
+            self.seen = kept.look
+        with saved_tensors_hooks(kept.saved.save, lambda x: x), step:
+            engine.step(batch)
+        engine.wait()
+
+
+def _with_buffers(model: nn.Module) -> nn.Module:
+    """The model with zeros in place of buffers that are on meta."""
+    for module in model.modules():
+        for name, b in module.named_buffers(recurse=False):
+            if b.is_meta:
+                persistent = name not in module._non_persistent_buffers_set
+                module.register_buffer(name, torch.zeros_like(b, device=_CPU), persistent)
+    return model
+
+
+def step_peaks(
+    model: nn.Module, plan: Plan, batch: Any, options: EngineOptions, rank: int
+) -> StepPeaks:
+    """The memory of a step of `rank` on its share of a batch; of few of its equal microbatches.
+    Raises InputError like `parallelize`, and for a model on meta that does not run there.
+    """
+    few = _few(plan, batch, options, rank)
+    with kept_values(batch):
+        try:
+            return DryRun(model, few.plan, options, rank).peaks(few.batch)
+        except UNKNOWN as error:
+            if isinstance(error, InputError):
+                raise
+            if any(p.is_meta for p in model.parameters()):
+                raise valueless(model) from error
+        return DryRun(model, few.plan, options, rank, real=True).peaks(few.batch)
+
+
+class _Few(NamedTuple):
+    """A plan with fewer microbatches, and their part of the batch."""
+
+    plan: Plan
+    batch: Any
+
+
+def _few(plan: Plan, batch: Any, options: EngineOptions, rank: int) -> _Few:
+    """With the fewest equal microbatches that keep as much at once as all of them."""
+    parts = computed_parts(batch, plan.microbatches, plan.cut, options.rows)
+    if len({shapes_of(part) for part in parts}) > 1:
+        return _Few(plan, batch)
+    runs = _least(plan.accumulate, MICROBATCHES)
+    fewer = replace(plan, accumulate=runs)
+    if plan.pipeline is not None:
+        stages = plan.mesh.size_of(PIPELINE)
+        every = allowed(plan.pipeline, stages)[1].m
+        place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
+        few = _least(every, 2 * stages)
+        changed = replace(fewer, schedule=plan.pipeline.replace(f":{every}", f":{few}", 1))
+        if moments(changed, place) == moments(fewer, place):
+            fewer = changed
+    times = plan.microbatches // fewer.microbatches
+    return _Few(fewer, split(batch, times, plan.cut, options.rows)[0])
+
+
+def _least(number: int, least: int) -> int:
+    """The least divisor of `number` that is `least` or more; the number itself if none is."""
+    return next((n for n in range(least, number) if number % n == 0), number)

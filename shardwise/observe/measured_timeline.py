@@ -19,7 +19,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm.unchanged import kept_values
@@ -43,28 +42,12 @@ from shardwise.engine.predict import predict_with
 from shardwise.observe import meta_pass
 from shardwise.observe.dry_engine import DryRun
 from shardwise.observe.meter import Meter
+from shardwise.observe.step_bytes import SavedStorages
 from shardwise.observe.work import in_backward
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.data.outputs import tensors_in
 from shardwise.techniques.data.units import Unit
 from shardwise.techniques.pipeline.pipelined import Pipelined
-
-
-class SavedStorages:
-    """The storages that autograd has saved, each counted once while it is alive."""
-
-    def __init__(self) -> None:
-        self.alive: dict[int, StorageWeakRef] = {}
-
-    def save(self, x: Tensor) -> Tensor:
-        """The hook for a saved tensor, without its node, which might never be freed."""
-        storage = x.untyped_storage()
-        self.alive.setdefault(storage._cdata, StorageWeakRef(storage))
-        return x.detach() if x.grad_fn is not None else x
-
-    def keys(self) -> set[int]:
-        self.alive = {key: weak for key, weak in self.alive.items() if not weak.expired()}
-        return set(self.alive)
 
 
 class StepMeter(TorchDispatchMode):

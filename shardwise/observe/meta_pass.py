@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from shardwise.core.layouts.uneven import Cut
 from shardwise.core.model_spec import Call, CutLoss, ModelPass, Value
 from shardwise.core.tools.tree import leaves
 from shardwise.observe import work
+from shardwise.observe.meta_results import MetaResults
 from shardwise.observe.recorded_tape import TapeRecorder, attention_flops
 from shardwise.observe.work import FusedAttention, Kernels, WorkRecorder, in_backward
 from shardwise.techniques.data.outputs import tensors_in
@@ -340,6 +341,11 @@ class ToMeta(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.record, self.strict, self.read = record, strict, read
+        self.results = MetaResults()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else each operation goes through torch._dynamo, which takes long to import
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -357,10 +363,16 @@ class ToMeta(TorchDispatchMode):
                     kwargs = {k: tree_map_only(Tensor, _moved, x) for k, x in kwargs.items()}
                 if "device" in kwargs:  # x.to(y.device): the device that a tensor reports
                     kwargs = kwargs | {"device": torch.device("meta")}
-            out = func(*args, **kwargs)
+                out = self.results(func, args, kwargs)
+            else:
+                out = func(*args, **kwargs)
             if self.record is not None:
                 self.record.operation(func, args, kwargs, out)
         return out
+
+
+_DEVICE: Final[Any] = Tensor.device.__get__
+_SEEN: Final = {_DEVICE, functional.scaled_dot_product_attention, *work.ON_CUDA}
 
 
 class AsOn(TorchFunctionMode):
@@ -378,7 +390,9 @@ class AsOn(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func == Tensor.device.__get__:
+        if func not in _SEEN:  # most are looks at attributes
+            return func(*args, **kwargs)
+        if func == _DEVICE:
             return self.device
         if func is not functional.scaled_dot_product_attention:
             found = work.fused_on(self.kernels, func, args, kwargs)

@@ -253,7 +253,7 @@ def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = F
 
 #: The functions that a kernel of CUDA computes as one operation: what stands for them on meta, and
 #: the names of its arguments.
-_ON_CUDA: Final[Mapping[Any, tuple[Callable[..., Any], tuple[str, ...]]]] = {
+ON_CUDA: Final[Mapping[Any, tuple[Callable[..., Any], tuple[str, ...]]]] = {
     functional.rms_norm: (_rms_norm, ("input", "normalized_shape", "weight", "eps")),
     torch.rms_norm: (_rms_norm, ("input", "normalized_shape", "weight", "eps")),
     functional.dropout: (_dropout, ("input", "p", "training", "inplace")),
@@ -263,9 +263,9 @@ _ON_CUDA: Final[Mapping[Any, tuple[Callable[..., Any], tuple[str, ...]]]] = {
 
 def fused_on(kernels: Kernels, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     """The result on meta of a function, other than attention, that one kernel computes; or None."""
-    if kernels == "cpu" or func not in _ON_CUDA:
+    if kernels == "cpu" or func not in ON_CUDA:
         return None
-    stands, names = _ON_CUDA[func]
+    stands, names = ON_CUDA[func]
     return stands(*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs))
 
 

@@ -1,18 +1,16 @@
 """The memory and the bytes sent of one rank of a plan, computed before any rank starts."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardwise.core.buffer_sizes import pool_bytes
 from shardwise.core.model_spec import ModelShape, ModelSpec
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.arguments import NEVER, CheckEvery
 from shardwise.core.zero import CATEGORIES, Tier, by_tier
-from shardwise.prediction.peak_memory import device_peak_bytes
 from shardwise.prediction.rank_shape import added_flops_on, shape_on
 from shardwise.prediction.stored_bytes import ADAM, OptimizerShape, held_bytes
 from shardwise.prediction.traffic import (
@@ -31,7 +29,7 @@ from shardwise.techniques.expert.price import EXPERT
 from shardwise.techniques.layers.price import LAYERS
 from shardwise.techniques.offload.price import OFFLOAD
 from shardwise.techniques.pipeline.price import PIPELINE
-from shardwise.techniques.recompute.price_step import RECOMPUTE, fetched_bytes, kept_bytes
+from shardwise.techniques.recompute.price_step import RECOMPUTE
 from shardwise.techniques.tensor.price import TENSOR
 
 if TYPE_CHECKING:
@@ -48,6 +46,21 @@ CHECKED_STEPS = 3
 
 
 @dataclass(frozen=True)
+class StepPeaks:
+    """The memory of a step, as a dry run of the engine finds it.
+
+    parts             bytes by category at the moment when most are on the device
+    activations       the most that autograd keeps there at once, host_activations in host memory
+    fetched           the most of these that are back on the device at once
+    """
+
+    parts: Mapping[str, int]
+    activations: int
+    host_activations: int
+    fetched: int
+
+
+@dataclass(frozen=True)
 class Prediction:
     """The memory and the traffic of one rank of a plan.
 
@@ -58,6 +71,7 @@ class Prediction:
     broadcast_buffers  a step begins with rank 0's buffers
     device             "cpu" or "cuda"
     notes              name results that depend on the values of the batch
+    dry                makes the peaks of a plan and a rank for the same model and batch
     """
 
     plan: Plan
@@ -71,6 +85,11 @@ class Prediction:
     broadcast_buffers: bool = True
     device: str = "cpu"
     notes: tuple[str, ...] = ()
+    dry: Callable[[Plan, int], StepPeaks] | None = field(default=None, compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the model that a dry run has."""
+        return vars(self) | {"dry": None}
 
     def on(self, rank: int, plan: Plan | None = None) -> "Prediction":
         """The prediction for a rank with the same place on the tensor axis, or another offload."""
@@ -90,19 +109,26 @@ class Prediction:
         """The operations that recomputation adds to a step, for microbatches of one size."""
         return added_flops_on(self.spec, self.plan, self.rank)
 
-    @cached_property
+    @property
+    def peaks(self) -> StepPeaks:
+        """Those of a dry run, which is made when they are first read."""
+        if self.dry is None:
+            raise ValueError("a prediction from another process has no model to run")
+        return self.dry(self.plan, self.rank)
+
+    @property
     def activations(self) -> int:
         """The most bytes that autograd keeps on the device at once, with torch's own kernels."""
-        return kept_bytes(self.spec, self.plan, self.rank, on_host=False)
+        return self.peaks.activations
 
-    @cached_property
+    @property
     def host_activations(self) -> int:
         """The same in host memory."""
-        return kept_bytes(self.spec, self.plan, self.rank, on_host=True)
+        return self.peaks.host_activations
 
-    @cached_property
+    @property
     def fetched(self) -> int:
-        return fetched_bytes(self.spec, self.plan, self.rank)
+        return self.peaks.fetched
 
     @property
     def memory(self) -> dict[str, int]:
@@ -119,8 +145,10 @@ class Prediction:
 
     @property
     def device_peak(self) -> int:
-        """The bytes that the rank stores on its device in a step, at most, temporaries apart."""
-        return device_peak_bytes(self)
+        """The bytes that the rank stores on its device in a step, at most.
+        What a kernel takes and frees inside of one operation is not among them.
+        """
+        return sum(self.peaks.parts.values())
 
     @property
     def disk_memory(self) -> dict[str, int]:

@@ -7,7 +7,7 @@ axis dp    a share of each unit, and how often the unit is gathered (unit_acts.p
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from shardwise.core.layouts.layouts import layouts, on_tiers
@@ -17,22 +17,13 @@ from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.schedule.lower import most_alive
 from shardwise.prediction.stored_bytes import groups, layout_of
-from shardwise.prediction.unit_acts import (
-    StageActs,
-    by_phase,
-    by_unit,
-    gathered_bytes,
-    gathers,
-    most_by_unit,
-)
-from shardwise.techniques.recompute.price import added_flops
+from shardwise.prediction.unit_acts import StageActs, by_phase, gathers
+from shardwise.techniques.recompute.price import Within, added_flops
 
 
-def shape_on(
-    spec: ModelSpec, plan: Plan, rank: int, *, trains: bool = True, parts: ModelShape | None = None
-) -> ModelShape:
+def shape_on(spec: ModelSpec, plan: Plan, rank: int, *, trains: bool = True) -> ModelShape:
     """The units as `rank` holds them, and how often a step (or an evaluation) gathers each."""
-    spec = replace(spec, shape=parts) if parts else parts_on(spec, plan, rank)
+    spec = parts_on(spec, plan, rank)
     schedule, stages, units = schedule_of(plan), spec.stages, spec.shape.units
     buffers = spec.shape.buffers
     if not any(group.moves.reshards for group in groups(plan, spec.shape)):
@@ -80,22 +71,6 @@ def parts_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelSpec:
     return replace(spec, shape=replace(shape, units=tuple(units)))
 
 
-def gathered_bytes_on(spec: ModelSpec, plan: Plan, model: ModelShape, rank: int) -> int:
-    """The most bytes of gathered units that `rank` of a pipeline stores at once, else 0."""
-    if schedule_of(plan) is None or spec.stages is None:
-        return 0
-    stored = {unit[0].unit.name: unit for unit in by_unit(plan, model)}
-    sizes = [gathered_bytes(stored.get(unit.name, ())) for unit in spec.shape.units]
-    if not any(sizes):
-        return 0
-    staged = StageActs(plan, parts_on(spec, plan, rank), rank, ahead=1)
-    gathered = staged.acts.gathered
-    most = most_by_unit(staged.acts, lambda: sum(sizes[n] for n in gathered))
-    for _ in range(2):  # the first run learns the order of units
-        deque(staged.run(), 0)
-    return max(most.values())
-
-
 def stage_bytes(spec: ModelSpec, kept: Iterable[tuple[int, str]]) -> dict[int, int]:
     """The bytes that one microbatch keeps in each stage, in `kept` (storage, module) once each."""
     found = dict.fromkeys(range(spec.stages.number if spec.stages else 1), 0)
@@ -124,3 +99,16 @@ def moments(plan: Plan, place: int) -> list[dict[int, int]]:
 def added_flops_on(spec: ModelSpec, plan: Plan, rank: int) -> int:
     here, flops = stages_on(plan, rank), added_flops(spec.run.tape, spec.recomputed).items()
     return plan.microbatches * sum(n for name, n in flops if stage_of(spec, name) in here)
+
+
+def places(spec: ModelSpec) -> Callable[[str], int]:
+    """The number of the unit that a module is in; for the model and the loss the last one's."""
+    units = {name: k for k, unit in enumerate(spec.modules) for name in unit.modules if name}
+    within = Within(units)
+    outer = {name.rpartition(".")[0]: k for name, k in reversed(units.items()) if "." in name}
+
+    def place(name: str) -> int:
+        inner = within(name)
+        return units[inner] if inner is not None else outer.get(name, len(spec.modules) - 1)
+
+    return place

@@ -1,29 +1,22 @@
-"""The parts of a rank's peak on its device, and the plan word that makes a part smaller.
+"""The plan word that makes a part of a rank's peak smaller.
 
-    parameters, optimizer, buffers, versions               stored between steps (stored_bytes.py)
-    activations                                            what autograd keeps, at most
-    gradients                                              at the peak
-    units in use                                           the rest of the peak: gathered
-                                                           parameters, gradients on the way, what is
-                                                           computed again
+    parameters    that rest on the device, and those that are gathered
+    gradients, optimizer, buffers
+    activations   all that the engine does not own: what autograd keeps, temporary tensors, messages
 
 A word is proposed only if the plan with it can run. The rows of the states table come first, which
 cost bytes between ranks; then recomputation, which costs operations; then host memory, which costs
 copies; then ranks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import problems
 from shardwise.core.zero import ACTIVATIONS
 
-if TYPE_CHECKING:
-    from shardwise.prediction.prediction import Prediction
-
-IN_USE: Final = "units in use"
 #: The first row of the states table that shards a part.
 _ROWS: Final = {"optimizer": "zero1", "gradients": "zero2", "parameters": "zero3"}
 _ORDER: Final = ("ddp", "zero1", "zero2", "zero3")
@@ -32,21 +25,11 @@ _VALUES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     "parameters": (("offload", "param"),),
     "gradients": (("offload", "optim"),),
     "optimizer": (("offload", "optim"),),
-    ACTIVATIONS: (("recompute", "full"), ("activations", "host")),
-    IN_USE: (("tile", "4"),),
+    ACTIVATIONS: (("recompute", "full"),),
 }
 
 
-def peak_parts(found: "Prediction") -> dict[str, int]:
-    """The bytes of each part of the peak on the device; they add up to it."""
-    stored = found.memory
-    parts = stored | {"gradients": 0, ACTIVATIONS: found.activations + found.fetched}
-    rest = max(0, found.device_peak - sum(parts.values()))
-    gradients = min(rest, stored["gradients"])
-    return parts | {"gradients": gradients, IN_USE: rest - gradients}
-
-
-def largest(parts: dict[str, int]) -> str:
+def largest(parts: Mapping[str, int]) -> str:
     return max(parts, key=lambda name: parts[name])
 
 
@@ -69,7 +52,8 @@ def _candidates(plan: Plan, part: str) -> Iterator[Plan]:
             yield replace(plan, row=row)
         elif (axis := plan.shard_axis) in axes:
             yield replace(plan, axes=tuple((axes | {axis: 2 * axes[axis]}).items()))
-    for field, value in _VALUES.get(part, ()):
+    stays = part == "gradients" and plan.microbatches > 1  # until the last microbatch
+    for field, value in () if stays else _VALUES.get(part, ()):
         if getattr(plan, field) is None:
             changes: dict[str, Any] = {field: value}
             yield replace(plan, **changes)

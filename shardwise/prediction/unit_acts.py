@@ -2,14 +2,14 @@
 
     recorded     embed ( ) blocks.0 ( ) blocks.1 ( )     the loss     and back, in reverse
     events       call, returned of each unit                          reached, complete of each
-    acts         gather, wait, free, reduce              counted, and weighed after each
+    acts         gather, wait, free, reduce              counted
 
 The machine that hooks ask in a run decides them here too (core/unit_order.py). A gather of a unit
 that is gathered sends nothing. (FSDP, arXiv 2304.11277, section 3.)
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from shardwise.core.mesh import PIPELINE
@@ -19,7 +19,7 @@ from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.reduce_order import Act, UnitState
 from shardwise.core.schedule.schedule import COMPUTE_OPS, Action
 from shardwise.core.unit_order import CallPlace, UnitOrder
-from shardwise.prediction.stored_bytes import Group, block_bytes, groups
+from shardwise.prediction.stored_bytes import Group, groups
 
 GATHERS: Final = ("gather", "wait", "use")
 FREES: Final = ("free", "free_early", "close")
@@ -35,27 +35,19 @@ class Returned(NamedTuple):
 
 
 class UnitActs:
-    """What the acts of `order` leave on the device.
+    """What the acts of `order` gather.
 
     gathered   the units that are gathered
     opened     those that stay so until the pass ends: read outside of the calls that gather them
-    filling    the units whose gradients backward is computing
-    reducing   the units whose gradients are being reduced
-    leaving    the units whose gradients are reduced, and leave the device for the update
     gathers    the number of gathers, by unit and phase ("forward", "backward")
-    seen       called after each act and each event, with the unit of the event
     acted      called with each act
     used       called with each unit that computes, once in each pass
     """
 
     def __init__(self, order: UnitOrder) -> None:
         self.order, self.units, self.phase = order, order.units, "forward"
-        self.gathered, self.filling, self.leaving = set[int](), set[int](), set[int]()
-        self.opened = set[int]()
-        self.reducing: list[int] = []  # twice if the sum of the previous microbatch still runs
+        self.gathered, self.opened = set[int](), set[int]()
         self.gathers = Counter[tuple[int, str]]()
-        self.now = 0  # the unit of the latest event
-        self.seen: Callable[[int], None] = lambda _: None
         self.acted: Callable[[Act], None] = lambda _: None
         self.used: Callable[[int], None] = lambda _: None
         self.again = set[int]()  # units that a reentrant checkpoint computes again in backward
@@ -70,15 +62,6 @@ class UnitActs:
             elif kind in FREES:
                 self.opened -= {unit} if kind == "close" else set()
                 self.gathered -= {unit} - self.opened
-            elif kind == "reduce":
-                self.filling.discard(unit)
-                self.reducing.append(unit)
-            elif kind in ("reduced", "replicate"):
-                self.reducing.remove(unit)
-                self.leaving |= {unit} if kind == "replicate" and self.order.sums.offload else set()
-            elif kind == "offload":
-                self.leaving.discard(unit)
-            self.seen(self.now)
             self.acted(act)
 
     def forward(
@@ -105,7 +88,6 @@ class UnitActs:
             unit = None if call.recomputed else numbers.get(call.module)
             if unit is None:
                 continue
-            self.now = unit
             if call.begins:
                 under_no_grad = recorded and not call.recorded  # frozen, or a checkpoint
                 (silent.add if under_no_grad else silent.discard)(unit)
@@ -114,7 +96,6 @@ class UnitActs:
                 found += [Returned(unit, None)] * first
                 begun.add(unit)
                 self.do(self.order.call(unit) if self.units[unit].reshards else ())
-                self.seen(unit)
                 if first:
                     self.used(unit)
             elif self.units[unit].reshards:
@@ -140,7 +121,6 @@ class UnitActs:
         """Feed the backward pass of such a forward pass."""
         last = {unit: index for index, (unit, _) in enumerate(passed)}
         for index, (unit, place) in reversed([*enumerate(passed)]):
-            self.now = unit
             if place is None:
                 self.do([Act("wait", unit)] if unit in self.again else ())
                 if last[unit] == index:  # no gradient at its output: at those of its parameters
@@ -148,9 +128,7 @@ class UnitActs:
                 if self.units[unit].missing:
                     self.do(self.order.complete(unit))
                 continue
-            self.filling |= {unit} if self.units[unit].missing else set()
             self.do(self.order.reached(unit, place) if self.units[unit].reshards else ())
-            self.seen(unit)
             if last[unit] == index:
                 self.used(unit)
 
@@ -308,18 +286,3 @@ def reads_of(spec: ModelSpec) -> list[tuple[int, int]]:
 def by_phase(acts: UnitActs) -> list[tuple[int, int]]:
     units = range(len(acts.units))
     return [(acts.gathers[n, "forward"], acts.gathers[n, "backward"]) for n in units]
-
-
-def gathered_bytes(unit: Iterable[Group]) -> int:
-    return sum(block_bytes(group, sharded=False) for group in unit if group.moves.reshards)
-
-
-def most_by_unit(acts: UnitActs, weight: Callable[[], int]) -> Mapping[int, int]:
-    """A mapping that will hold the largest `weight` while each unit runs."""
-    most = dict[int, int]()
-
-    def seen(unit: int) -> None:
-        most[unit] = max(weight(), most.get(unit, 0))
-
-    acts.seen = seen
-    return most

@@ -45,7 +45,6 @@ from shardwise.verify.records import (
     step_errors,
     tensor_errors,
 )
-from shardwise.verify.reloading import reload_engine
 
 #: A loss scale at which every gradient in fp16 overflows, and the loss in fp32 does not.
 OVERFLOW: Final = 2.0**100
@@ -206,6 +205,8 @@ class Comparison:
 
     def reload(self, saved: Engine, engine: Engine, step: int) -> None:
         """Load a checkpoint of `saved` into `engine`, and compare a step of it."""
+        from shardwise.verify.reloading import reload_engine  # takes long to import
+
         self._delay(engine, step)
         engine.scale.value *= 2.0  # the loaded one is another
         reload_engine(saved, engine)

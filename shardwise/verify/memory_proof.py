@@ -25,12 +25,13 @@ from torch import Tensor, nn
 
 from shardwise.comm.start.peers import PEERS
 from shardwise.core.tools.hook import collect
-from shardwise.core.zero import KEPT, PREDICTED, Event, by_tier
+from shardwise.core.zero import GATHERED, KEPT, PREDICTED, Event, by_tier
 from shardwise.engine.engine import Engine
 from shardwise.observe.measured_timeline import StepMeter, measuring
 from shardwise.observe.meter import Live, Stray
-from shardwise.prediction.peak_memory import device_peak_bytes
 from shardwise.prediction.prediction import Prediction
+from shardwise.prediction.stored_bytes import block_bytes
+from shardwise.prediction.unit_acts import by_unit
 from shardwise.techniques.expert.apply import experts_in
 from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.verify.costs import Costs, Theory
@@ -101,7 +102,7 @@ def over_steps(
         if foresee is not None and isinstance(seen, StepMeter):
             events = foresee(prediction, share)
             peaks = _peaks(seen, prediction, events)
-            if events and len(set(peaks["peak"])) > 1:
+            if len(set(peaks.get("peak", ()))) > 1:
                 theory["peak of a step"], read["peak of a step"] = peaks["peak"]
         with live:
             costs = costs.after(
@@ -138,13 +139,30 @@ def _peaks(
     def most(every: Sequence[Event], names: Collection[str]) -> int:
         return max(sum(event.by_category[name] for name in names) for event in every)
 
-    bound = device_peak_bytes(prediction)
-    bound = min(bound, most(events, OWNED)) if events else bound
-    found = {"peak": (bound, most(seen.events, OWNED))}
+    found = {"peak": (most(events, OWNED), most(seen.events, OWNED))} if events else {}
+    if prediction.plan.pipeline is None and not prediction.recomputed:
+        gathered = _gathered_most(seen.engine, prediction), most(seen.events, (GATHERED,))
+        found |= {"gathered": gathered} if any(gathered) else {}
     if prediction.plan.pipeline is None and not experts_in(seen.engine.model):
         kept = int(prediction.activations * SAVED_BY_KERNELS) + SLACK_BYTES
         found["activations"] = kept, most(seen.events, (KEPT,))
     return found
+
+
+def _gathered_most(engine: Engine, prediction: Prediction) -> int:
+    """The bytes of the units that may be gathered at once."""
+    order = engine.data.units.order
+    stay = {unit.name for unit in order if unit.state.stays}
+    sizes = {
+        groups[0].unit.name: sum(
+            block_bytes(group, sharded=False) for group in groups if group.moves.reshards
+        )
+        for groups in by_unit(prediction.plan, prediction.model)
+        if groups
+    }
+    largest = sorted((n for name, n in sizes.items() if name not in stay), reverse=True)
+    at_once = largest[: 2 + engine.data.pace.ahead]
+    return sum(n for name, n in sizes.items() if name in stay) + sum(at_once)
 
 
 def _beside(engine: Engine) -> dict[str, tuple[int, int]]:

@@ -23,7 +23,6 @@ from shardwise.core.plan.plan import Plan
 from shardwise.engine.checks.device_room import with_offload
 from shardwise.engine.predict import predict
 from shardwise.observe.meter import Meter
-from shardwise.prediction.peak_memory import device_peak_bytes
 from shardwise.prediction.prediction import Prediction
 from shardwise.train.summary import disk_line
 from tests.engine.cases import (
@@ -249,13 +248,13 @@ def test_the_allocator_of_cuda_has_the_bound(monkeypatch: pytest.MonkeyPatch):
 def test_the_least_offload_that_fits(row: str):
     """A tighter bound takes more: nothing, some units, all of them, parameters; then a refusal."""
     words = ("", "offload:optim=0.5", "offload:optim", "offload:param")
-    peaks = [device_peak_bytes(predicted(Plan.parse(f"{row} fp32 {word}"))) for word in words]
+    peaks = [predicted(Plan.parse(f"{row} fp32 {word}")).device_peak for word in words]
     assert peaks == sorted(peaks, reverse=True)
     chosen = []
     for peak in peaks:
         bound = f"offload:auto device_memory:{peak}B"
         plan = with_offload(Plan.parse(f"{row} fp32 {bound}"), predicted)
-        assert device_peak_bytes(predicted(plan)) <= peak
+        assert predicted(plan).device_peak <= peak
         chosen.append(plan.offload)
     nothing, some, every, parameters = chosen
     assert nothing is None and every.startswith("optim") and parameters == "param"
@@ -269,7 +268,7 @@ def test_the_least_offload_that_fits(row: str):
 def test_it_fits_on_every_stage():
     """The first stage keeps more activations, the last the head: the larger decides."""
     plan = Plan.parse("pp2 1f1b:2 fp32")
-    peaks = [device_peak_bytes(predicted(plan, rank)) for rank in range(2)]
+    peaks = [predicted(plan, rank).device_peak for rank in range(2)]
     assert peaks[0] != peaks[1]
     for rank in range(2):  # seen from either stage
         for bound, expected in ((max(peaks), ""), (max(peaks) - 1, "optim")):

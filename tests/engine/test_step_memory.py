@@ -25,7 +25,6 @@ from shardwise.models.trainable import fill
 from shardwise.observe.dry_engine import DryRun
 from shardwise.observe.measured_timeline import measuring, predict_events
 from shardwise.observe.meter import Live, Meter, Stray
-from shardwise.prediction.rank_shape import gathered_bytes_on
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from tests.engine.cases import (
     Case,
@@ -224,14 +223,14 @@ def sizes(world: World, plan: str, shape: str) -> tuple[int, dict[str, int], dic
     """The predicted peak; the bytes of each unit, and of those that are whole in all of a stage."""
     options: dict[str, Any] = {"loss": gpt.loss, "least_unit_bytes": 0}
     engine = sw.parallelize(deep_gpt(shape, 8), plan, world, tokens=gpt.tokens, **options)
-    theory = Predictor(deep_gpt(shape, 8), plan, EngineOptions(**options), rank=world.rank)
-    told = theory.of(mine(engine, text(0, rows=8)))
+    batch = mine(engine, text(0, rows=8))
+    told = Predictor(deep_gpt(shape, 8), plan, EngineOptions(**options), rank=world.rank).of(batch)
     whole = {
         unit.name: sum(group.plan.padded * group.dtype.itemsize for group in unit.groups)
         for unit in engine.data.units.order
     }
     kept = [unit.name for unit in engine.data.units.order if unit.state.stays]
-    predicted = gathered_bytes_on(told.spec, told.plan, told.model, told.rank)
+    predicted = told.peaks.parts["gathered"]
     return predicted, whole, {name: whole[name] for name in kept}
 
 

@@ -1,4 +1,4 @@
-"""The search for the best plan: its choice, uneven stages, its few recorded passes, its words."""
+"""The search for the best plan: its choice, uneven stages, its words."""
 
 import json
 from collections.abc import Iterator
@@ -17,11 +17,10 @@ from shardwise.core.errors import InputError
 from shardwise.core.model_spec import Blocks
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import problems
-from shardwise.derive import repeated
-from shardwise.derive.recorded_model import RecordedModel
+from shardwise.derive.plan_search import SearchedModel
+from shardwise.derive.repeated import equal_blocks
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import predict_with
-from shardwise.models import moe
 from shardwise.models.gpt import GPT, GPTConfig, loss
 from shardwise.prediction.cluster import PRESETS, Cluster
 from shardwise.prediction.prediction import Prediction
@@ -34,7 +33,6 @@ from shardwise.prediction.search.result import (
     SearchResult,
     candidates,
 )
-from shardwise.techniques.expert.gate import Gate
 from tests.train.runs import ended, printed
 
 CONFIG = GPTConfig(512, 4, 64, heads=4, kv_heads=4, hidden=192, sequence=64)
@@ -132,8 +130,8 @@ def test_what_is_recomputed_fills_the_memory() -> None:
 def test_blocks_stay_whole_where_there_is_room() -> None:
     """Over links of 200 MB/s, as many blocks of zero3 as fit are not gathered for use."""
     deep = replace(CONFIG, layers=8)
-    found = RecordedModel(model(deep), batch(), OPTIONS)
-    memory, cluster = 4_000_000, machine(4_000_000)
+    found = SearchedModel(model(deep), batch(), OPTIONS)
+    memory, cluster = 4_200_000, machine(4_200_000)
     link = cluster.inside.model_copy(update={"bytes_per_s": 2e8})
     best = PlanCosts(found, cluster.model_copy(update={"inside": link}))
     plan = Plan.parse("dp4 zero3 bf16 accumulate:8")
@@ -233,8 +231,8 @@ def deep(vocabulary: int) -> GPT:
 
 
 @cache
-def recorded(vocabulary: int) -> RecordedModel:
-    return RecordedModel(deep(vocabulary), batch(), OPTIONS)
+def recorded(vocabulary: int) -> SearchedModel:
+    return SearchedModel(deep(vocabulary), batch(), OPTIONS)
 
 
 def deep_predicted(plan: Plan, vocabulary: int, rows: int = 1) -> Prediction:
@@ -298,63 +296,7 @@ def test_no_stage_of_an_uneven_plan_exceeds_the_memory() -> None:
     assert [type(each) for each in results] == [RankedPlan, RefusedPlan]
 
 
-# --- few recorded passes --------------------------------------------------------------------------
-
-TEN = GPTConfig(64, 10, 16, heads=4, kv_heads=2, hidden=32, sequence=16)
-EXPERTS = moe.MoEConfig(replace(TEN, layers=8), Gate("topk", experts=4, k=2))
-MODELS: dict[str, tuple[Any, Any, Any]] = {
-    "untied": (GPT, TEN, loss),
-    "tied": (GPT, replace(TEN, tied=True), loss),
-    "experts": (moe.MoEGPT, EXPERTS, moe.loss),
-}
-#: Plans, and the rows of a microbatch.
-DERIVED = [
-    ("untied", "dp4 zero3 accumulate:2 bf16", 2),
-    ("tied", "pp3 dp2 zero3 1f1b:4 stages:2,2,6 bf16", 1),
-    ("tied", "pp3 dp2 zero3 1f1b:4 stages:6,2,2 bf16", 1),
-    ("experts", "pp2 dp2 ep2 1f1b:2 bf16", 1),
-    ("untied", "dp2 tp2 sp zero1 accumulate:1 recompute:selective bf16", 1),
-    ("untied", "dp1 cp2 zero2 accumulate:1 bf16", 1),
-    ("tied", "pp3 dp2 zero3 1f1b:4 recompute:full bf16", 1),
-    ("tied", "pp2 dp1 tp2 sp interleaved:2x2 bf16", 2),
-    ("tied", "pp5 dp1 zb-h1:6 offload:optim bf16", 1),
-    ("tied", "pp2 dp1 tp2 sp interleaved:2x2 stages:1,2,3,4 recompute:full bf16", 2),
-    ("experts", "dp4 ep2 zero1 accumulate:1 bf16", 1),
-]
-
-
-def text(rows: int) -> dict[str, Any]:
-    tokens = torch.zeros(rows, TEN.sequence, dtype=torch.long)
-    return {"inputs": tokens, "targets": tokens}
-
-
-@cache
-def repeated_model(kind: str) -> tuple[nn.Module, RecordedModel, EngineOptions]:
-    """A model, and its recorded passes, which all of its plans share."""
-    build, config, own = MODELS[kind]
-    options = replace(OPTIONS, loss=own)
-    with torch.device("meta"):
-        made = build(config)
-    return made, RecordedModel(made, text(1), options), options
-
-
-def read(found: Any) -> dict[str, Any]:
-    """What a search and its user read of a prediction."""
-    names = ("memory", "host_memory", "activations", "device_peak", "bytes", "messages", "notes")
-    values = {name: getattr(found, name) for name in names}
-    return values | {"time": found.step_time(PRESETS["h100-sxm"])}
-
-
-@pytest.mark.cases(2)
-@pytest.mark.parametrize(("kind", "plan_text", "rows"), DERIVED)
-def test_a_derived_prediction_is_that_of_the_plan(kind: str, plan_text: str, rows: int) -> None:
-    """Memory, peak, bytes, messages and time, on the first and on the last rank of the pipeline."""
-    plan, (made, derived, options) = Plan.parse(plan_text), repeated_model(kind)
-    own = predict_with(made, plan, text(rows * plan.microbatches), options)
-    for rank in sorted({0, plan.mesh.line("pp", 0)[-1]}):
-        alone = own.on(rank) if rank else own
-        assert read(derived.of(plan, rows, rank)) == read(alone), rank
-    assert derived.short
+# --- equal blocks ---------------------------------------------------------------------------------
 
 
 class Numbered(nn.Module):
@@ -383,17 +325,13 @@ class Stack(nn.Module):
         return x.sum()
 
 
-def test_blocks_that_differ_are_recorded_one_by_one() -> None:
-    """A copy with few blocks does not tell the pass of a model whose blocks are no line."""
-    model, x = Stack(), torch.zeros(1, 8)
-    derived = RecordedModel(model, x, EngineOptions())
-    assert derived.blocks == Blocks("blocks", 10)
-    plan = Plan.parse("dp2 zero3 bf16")
-    assert read(derived.of(plan, 1)) == read(predict_with(model, plan, x, EngineOptions()))
-    assert repeated.equal_blocks(Stack(last=4)) is None
+def test_equal_blocks_share_their_class_shapes_and_numbers() -> None:
+    """Blocks that differ in an attribute, or share parameters, are not equal."""
+    assert equal_blocks(Stack()) == Blocks("blocks", 10)
+    assert equal_blocks(Stack(last=4)) is None
     shared = Stack()
     shared.blocks[8] = shared.blocks[0]
-    assert repeated.equal_blocks(shared) is None
+    assert equal_blocks(shared) is None
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -152,6 +152,7 @@ def moments(world: World, model: str, plan: Plan) -> bool:
     place = model, str(plan), world.rank
     if place not in FORETOLD:
         found = parity.theory_of(trainable, plan, world.rank, clip)(batch)
+        assert found.peaks  # of a dry run, made now
         FORETOLD[place] = (
             found,
             parity.foreseen_events(found, trainable.plain(), batch, options),

@@ -18,7 +18,6 @@ from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan
 from shardwise.models.registry import find
 from shardwise.models.trainable import Loss, Trainable
-from shardwise.prediction.peak_memory import device_peak_bytes
 from shardwise.techniques.tensor.tensor_table import Table
 from shardwise.verify.causes import cause
 from shardwise.verify.command import verify
@@ -308,7 +307,7 @@ def test_what_only_a_rank_finds_is_answered_once(
 def test_a_bound_that_a_step_exceeds_is_one_paragraph_with_one_that_can_be_met():
     """Before ranks start, by prediction."""
     model, plan = find("gpt"), Plan.parse("dp1 fp32")
-    peak_bytes = device_peak_bytes(theory_of(model, plan, 0)(model.batch(2, 0)))
+    peak_bytes = theory_of(model, plan, 0)(model.batch(2, 0)).device_peak
     with pytest.raises(InputError, match="a bound above that") as caught:
         verify(f"{plan} device_memory:{peak_bytes // 100}B", steps=1)
     (found,) = re.findall(r"Write instead: '(dp1 fp32 device_memory:\d+MiB)'", str(caught.value))

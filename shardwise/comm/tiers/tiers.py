@@ -80,6 +80,8 @@ class Tiers:
         self._host: dict[int, _HostMemory] = {}
         self._disk: WeakValueDictionary[int, Extent] = WeakValueDictionary()
         self._sweep_at = _SWEEP_AT
+        # how many storages have become memory of the host or a disk, and changes of size
+        self.owned = self.resized = 0
         self._lock = Lock()  # a thread that updates owns states that it makes
         self._streams: dict[Tier, torch.cuda.Stream] = {}
 
@@ -91,6 +93,14 @@ class Tiers:
         if self._disk and self.extent(x) is not None:
             return "disk"
         return "host" if self._memory(x) is not None else "device"
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._host or storage._cdata in self._disk
+
+    def resize(self, x: Tensor, nbytes: int) -> None:
+        """Give the storage of `x` another size; views of it stay, and its values are undefined."""
+        x.untyped_storage().resize_(nbytes)
+        self.resized += 1
 
     def bound_device(self, most_bytes: int | None) -> None:
         """Bound torch's memory on a CUDA device (a CPU has none) until these tiers are freed."""
@@ -104,6 +114,7 @@ class Tiers:
     def on_disk(self, extent: Extent) -> Tensor:
         """Count the storage of `extent.tensor` as memory of its disk; returns it."""
         self._disk[extent.tensor.untyped_storage()._cdata] = extent
+        self.owned += 1
         return extent.tensor
 
     def extent(self, x: Tensor) -> Extent | None:
@@ -116,6 +127,7 @@ class Tiers:
             if self._memory(x) is None:
                 self._sweep()
                 self._host[storage._cdata] = _HostMemory(StorageWeakRef(storage))
+                self.owned += 1
         return x
 
     @property

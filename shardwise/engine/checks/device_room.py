@@ -1,8 +1,7 @@
 """Whether a step fits `device_memory`, `offload:auto`, and the error when memory runs out.
 
-A step stores LEAST to MOST times its prediction (prediction/peak_memory.py).  So a plan is refused
-before it starts if LEAST times the prediction exceeds the bound. A suggested bound has room for
-MOST times the prediction.
+A plan is refused before it starts if the predicted peak of a step exceeds the bound. A suggested
+bound has room for MOST times the prediction, for other batches and kernels.
 
     try:
         engine.step(batch)
@@ -16,11 +15,13 @@ also the device's own memory), on every stage of a pipeline:
 
     nothing    optim=x for one unit, two, ...    optim    param
 
-A prediction has no temporary memory of kernels: leave room for it.
+States on a disk are not among them: they take as much of the device as those in host memory.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Final
 
 import torch
 
@@ -31,22 +32,22 @@ from shardwise.core.plan.words import size_text
 from shardwise.core.zero import ACTIVATIONS, OWNED
 from shardwise.engine import memory
 from shardwise.engine.engine import Engine
-from shardwise.prediction.peak_memory import LEAST, MOST, device_peak_bytes
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.relief import largest, relieved
 
 Predict = Callable[[Plan], Prediction]
 #: A suggested bound is a multiple of this, or of its 1024th for small models.
 _STEP_BYTES = 2**20
+MOST: Final = 1.2
 
 
 def peak_bytes(found: Prediction) -> int:
     """The predicted peak of a step on the device of the rank that stores most."""
-    return max(device_peak_bytes(found.on(rank)) for rank in _stages(found))
+    return max(found.on(rank).device_peak for rank in _stages(found))
 
 
 def bound_bytes(peak: int) -> int:
-    """A bound that a step with this predicted peak meets: rounded up, with room for temporaries."""
+    """A bound that a step with this predicted peak meets: rounded up, with room."""
     wanted = MOST * peak
     unit = _STEP_BYTES if wanted >= 16 * _STEP_BYTES else _STEP_BYTES // 1024
     return -(-int(wanted + 1) // unit) * unit
@@ -57,11 +58,11 @@ def require_room(plan: Plan, predict: Predict) -> None:
     `predict` gives the prediction of a plan for the model and the batch of the run.
     """
     bound = plan.device_memory_bytes
-    if bound is None or LEAST * (peak := peak_bytes(predict(plan))) <= bound:
+    if bound is None or (peak := peak_bytes(predict(plan))) <= bound:
         return
     raise bad(
         f"device_memory:{size_text(bound)} in the plan '{plan}', whose step stores {peak:,} bytes "
-        "on the device of a rank by prediction, temporary memory of kernels apart",
+        "on the device of a rank by prediction",
         "a bound above that, an offload, recomputation, more ranks or a smaller batch",
         f"'{replace(plan, device_memory_bytes=bound_bytes(peak))}'",
     )
@@ -136,16 +137,20 @@ def with_offload(
     """
     if plan.offload != AUTO:
         return plan
-    bound = _bound(plan, device)
-    least = 0
-    for found in _candidates(plan, predict):
-        peak = peak_bytes(found)
-        if peak <= bound:
-            return found.plan
-        least = min(least or peak, peak)
+    bound, every = _bound(plan, device), [*_candidates(plan, predict)]
+    peaks = dict[int, int]()
+
+    def too_large(place: int) -> bool:
+        peaks[place] = peak_bytes(every[place])
+        return peaks[place] > bound
+
+    place = bisect_left(range(len(every)), True, key=lambda n: not too_large(n))
+    if place < len(every):
+        return every[place].plan
+    least = min(peaks.values())
     raise bad(
         f"'offload:auto' in the plan '{plan}', for whose step the least that a rank can store on "
-        f"its device is {least:,} bytes, temporary memory of kernels apart",
+        f"its device is {least:,} bytes",
         f"a bound of {least:,} bytes or more, more ranks, recompute:full, a smaller batch, or "
         "zero3, which can offload parameters too",
         f"device_memory:{size_text(bound_bytes(least))}",

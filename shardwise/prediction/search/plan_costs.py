@@ -1,4 +1,13 @@
-"""The memory and the time of the plans of a search, lower bounds of both, and uneven stages.
+"""The memory and the time of the plans of a search: in closed form, and predicted.
+
+    kernels     those of one row of a rank with all stages, times rows, over stages; the ramps of
+                the schedule's bubble; recorded for each size of tp and cp, on few of equal blocks
+    exchanged   bytes within layers, of the same record; and those of the row of the states table,
+                2 N for ddp to zero2 and 3 N for zero3 in each microbatch (arXiv 1910.02054), of
+                which what is longer than the kernels is exposed
+    stored      by the states table, of equal parts of the parameters; and what autograd keeps
+
+A prediction records the model's own pass, and takes its memory from dry runs (observe/).
 
     blocks        b0    b1    b2    b3 + head       seconds 1 1 1 5
     even          b0    b1  | b2    b3 + head       slowest stage 6
@@ -11,9 +20,8 @@ move from one stage to another while that makes the schedule shorter, by its clo
 stages a rank, the slowest one does not decide alone.
 """
 
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, pairwise, permutations
@@ -21,18 +29,18 @@ from typing import Final, NamedTuple, Protocol
 
 from shardwise.core.errors import InputError
 from shardwise.core.layouts.uneven import balanced
-from shardwise.core.mesh import PIPELINE
+from shardwise.core.mesh import PIPELINE, TENSOR
 from shardwise.core.model_spec import Blocks, Operation
 from shardwise.core.plan.plan import Plan
-from shardwise.core.plan.plan_check import problems, schedule_of
+from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.plan.words import size_text
 from shardwise.core.schedule.clock import ActionCosts, clock
 from shardwise.core.schedule.library import allowed, entry
 from shardwise.prediction.cluster import Cluster
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.search.result import Candidate, RankedPlan, RefusedPlan
-from shardwise.prediction.time.staged import StageSeconds, hop_s, least_makespan_s, stage_kernels
-from shardwise.prediction.time.step_time import RankWork, precision, update_s
+from shardwise.prediction.time.staged import hop_s, stage_kernels
+from shardwise.prediction.time.step_time import Network, RankWork, precision
 
 # --- uneven stages --------------------------------------------------------------------------------
 
@@ -102,28 +110,28 @@ def _moves(counts: Counts) -> Iterator[Counts]:
 #: The least part of the bytes of kernels beside products that grows with the rows (norms' weights
 #: do not).
 SHARED: Final = 0.98
-#: The first stage, which has the embedding, may have so many layers for one of the mean stage.
-FIRST_STAGE: Final = 0.5
-#: With so many microbatches for each stage, a schedule keeps as many of them as with more.
-MICROBATCHES: Final = 4
-#: The bits of a budget of activations.
-BUDGET_BITS: Final = 8
-#: A bound is this part of a sum whose terms are the prediction's, in another order.
-ROUNDING: Final = 1 - 1e-9
+#: The bytes of a parameter, and of its gradient, in bf16.
+SHORT_BYTES: Final = 2
+#: The depths of the copies of a deep model whose costs continue along a line.
+DEPTHS: Final = (2, 3)
+#: A budget of activations is found in so many predictions.
+BUDGETS: Final = 4
 
 
-class Recordings(CutModel, Protocol):
+class PredictedModel(CutModel, Protocol):
     """Predictions of one model under many plans; `blocks`: the list of its equal blocks, if any."""
 
     blocks: Blocks | None
 
-    def one_stage(self, plan: Plan) -> Prediction:
-        """That of one row on one data rank, without a pipeline, recomputed like `plan`."""
+    def one_row(self, plan: Plan, depth: int | None) -> Prediction:
+        """That of one row on one data rank, without a pipeline, on the axes within layers of
+        `plan`, recomputed like it; of a copy with `depth` blocks.
+        """
         ...
 
 
 class RowCosts(NamedTuple):
-    """The least costs of one row of the batch on a rank that has all stages.
+    """The costs of one row of the batch on a rank that has all stages.
 
     kernels_s   of kernels, and blocks_s of those in equal blocks
     moves_s     of moves within layers
@@ -135,74 +143,68 @@ class RowCosts(NamedTuple):
     kernels_s: float
     blocks_s: float
     moves_s: float
-    kept_bytes: int
-    numel: int
-    states: int
+    kept_bytes: float
+    numel: float
+    states: float
 
 
 class PlanCosts:
     """The memory and the time of plans. What many plans have in common is computed once."""
 
-    def __init__(self, recordings: Recordings, cluster: Cluster) -> None:
-        self.recordings, self.cluster = recordings, cluster
+    def __init__(self, model: PredictedModel, cluster: Cluster) -> None:
+        self.model, self.cluster = model, cluster
         self.rows = dict[object, RowCosts | InputError]()
-        self.stored = dict[object, tuple[int, int]]()
-        self.kept = dict[object, int]()
-        self.between = dict[object, float]()
-        self.passes = dict[object, float | StageSeconds]()
+        self.known = dict[Candidate, RankedPlan | RefusedPlan]()
 
-    def bound_s(self, candidate: Candidate) -> float:
-        """The least time of a step: its kernels, the ramps of a pipeline, and bytes within layers.
-        The ramps are those of equal stages, by the schedule's closed form, if no gradients are
-        postponed. Some rank has at least the mean number of equal blocks, rounded up.
+    def estimate_s(self, candidate: Candidate) -> float:
+        """The time of a step in closed form: kernels and the ramps of equal stages, bytes within
+        layers, and what is longer than the kernels of the bytes of the row of the states table.
         """
         plan, rows = candidate
         stages, ramps = plan.mesh.size_of(PIPELINE), 1.0
         if plan.pipeline is not None:
             name, size = allowed(plan.pipeline, stages)
-            ramps = 1.0 if name.startswith("zb") else entry(name).span(size) / size.work
-        one = self._row(plan)
-        moves_s = one.moves_s * (1.0 if stages == 1 else FIRST_STAGE)
-        mean_s, blocks = (one.kernels_s * ramps + moves_s) / stages, self.recordings.blocks
+            ramps = entry(name).span(size) / size.work
+        one, blocks = self._row(plan), self.model.blocks
+        mean_s = (one.kernels_s + one.moves_s) / stages
         most = -(-blocks.number // stages) / blocks.number if blocks else 0.0
-        return max(mean_s, most * one.blocks_s) * rows * plan.microbatches
+        passes_s = max(mean_s, most * (one.blocks_s + one.moves_s)) * ramps
+        passes_s *= rows * plan.microbatches
+        return passes_s + self._between_s(plan, passes_s)
 
-    def step_bound_s(self, candidate: Candidate) -> float:
-        """A larger bound: the step without waits for moves that overlap, of the slowest rank."""
-        plan, rows = candidate
-        stages = plan.pipeline and allowed(plan.pipeline, plan.mesh.size_of(PIPELINE))[1].v
-        cut = stages, plan.stages
-        key = plan.axes, plan.context, plan.sp, cut, plan.recompute, plan.tile, rows
-        found = self.recordings.of(plan, rows)
-        if key not in self.passes:
-            work = RankWork(found, self.cluster)
-            if plan.pipeline is None:
-                inline = (sum(axes.values()) for axes in work.inline.values())
-                self.passes[key] = work.compute_s + sum(inline)
-            else:
-                self.passes[key] = stage_kernels(work).seconds
-        own = self.passes[key]
-        if isinstance(own, Mapping):
-            passes_s = least_makespan_s(found, own)
-        else:
-            passes_s = own * plan.microbatches
-        key = plan.axes, plan.context, plan.sp, plan.row, plan.offload, cut
-        if key not in self.between:
-            after_s = sum(RankWork(found, self.cluster).after().values())
-            self.between[key] = after_s + update_s(found, self.cluster)
-        return ROUNDING * (passes_s + self.between[key])
+    def _between_s(self, plan: Plan, passes_s: float) -> float:
+        """The seconds of the states: exchanged beyond the kernels, and updated."""
+        one, axis = self._row(plan), plan.inner_data_axis
+        parts = plan.mesh.size_of(PIPELINE) * plan.mesh.size_of(TENSOR) * plan.ep
+        n = plan.mesh.size_of(axis)
+        own_bytes = SHORT_BYTES * one.numel / parts * (n - 1) / n
+        rate, runs = Network(self.cluster, plan, 0).rate(axis, "all_gather"), plan.accumulate
+        gathers, sums = {"zero3": (2 * runs, runs), "zero2": (1, runs)}.get(plan.row, (1, 1))
+        moves_s = own_bytes * (gathers + sums) / rate if n > 1 else 0.0
+        after_s = 0.0 if plan.row == "zero3" or n == 1 else own_bytes / rate
+        states = one.numel / parts * 4 * (1 + one.states)
+        updates_s = 2 * states / (1 if plan.row == "ddp" else n) / self.cluster.bytes_per_s
+        return max(after_s, moves_s - self.cluster.device.overlap * passes_s) + updates_s
 
     def ranked(self, candidate: Candidate) -> RankedPlan | RefusedPlan:
-        """The memory and the time of a plan, or why it cannot run."""
+        """The predicted memory and time of a plan, or why it cannot run."""
+        if candidate not in self.known:
+            self.known[candidate] = self._ranked(candidate)
+        return self.known[candidate]
+
+    def _ranked(self, candidate: Candidate) -> RankedPlan | RefusedPlan:
         plan, rows = candidate
         try:
             peak_bytes = self.peak_bytes(candidate)
             if self.over(peak_bytes) > 0:
                 return too_large(candidate, self.over(peak_bytes))
-            time = self.recordings.of(plan, rows).step_time(self.cluster)
+            found = self.model.of(plan, rows)
+            time, sent = found.step_time(self.cluster), Counter[str]()
+            for line, sent_bytes in found.sent().items():
+                sent[line.axis] += sent_bytes
         except InputError as error:
             return RefusedPlan(plan, str(error), rows)
-        return RankedPlan(plan, rows, time, peak_bytes, {})
+        return RankedPlan(plan, rows, time, peak_bytes, dict(sent))
 
     def faster(
         self, than: RankedPlan, changed: Callable[[Candidate], Candidate]
@@ -215,23 +217,24 @@ class PlanCosts:
         return None
 
     def with_budget(self, candidate: Candidate) -> Candidate:
-        """The plan with the largest budget of activations that fits on its ranks."""
+        """The plan with the largest budget of activations that fits on its ranks: the memory that
+        is free with the last one is added to it, or what is too much taken from it.
+        """
         plan, rows = candidate
-        whole = candidate._replace(plan=replace(plan, recompute=None))
-        most = max(found.activations for found in self._of_stages(whole))
-        step = 2 ** max(0, most.bit_length() - BUDGET_BITS)
-
-        def of_budget(steps: int) -> Candidate:
-            return Candidate(replace(plan, recompute=size_text(steps * step)), rows)
-
-        counts = range(1, most // step + 1)
-        fit = bisect_left(counts, 1, key=lambda n: self.over(self.peak_bytes(of_budget(n))) > 0)
-        return of_budget(max(1, fit))
+        best, room = candidate, self.cluster.device.memory_bytes
+        budget = max(found.activations for found in self._of_stages(candidate))
+        budget += room - self.peak_bytes(candidate)
+        for _ in range(BUDGETS):
+            own = Candidate(replace(plan, recompute=size_text(budget)), rows)
+            free = room - self.peak_bytes(own)
+            best = own if free >= 0 else best
+            budget += free
+        return best
 
     def with_whole_blocks(self, candidate: Candidate) -> Candidate:
         """The plan whose first blocks keep their parameters whole, as many as fit."""
         plan, rows = candidate
-        blocks = self.recordings.blocks
+        blocks = self.model.blocks
         if blocks is None:
             return candidate
 
@@ -239,49 +242,26 @@ class PlanCosts:
             names = f"{blocks.name}.0" + f"-{number - 1}" * (number > 1)
             return Plan.parse(f"{plan} | {names}: zero2")
 
-        peak, one = (self.recordings.of(each, rows).device_peak for each in (plan, whole(1)))
+        peak, one = (self.model.of(each, rows).device_peak for each in (plan, whole(1)))
         number = -self.over(peak) // max(1, one - peak)
         return Candidate(whole(min(number, blocks.number)), rows) if number > 0 else candidate
-
-    def sent_bytes(self, ranked: RankedPlan) -> dict[str, int]:
-        sent = Counter[str]()
-        for line, sent_bytes in self.recordings.of(ranked.plan, ranked.rows).sent().items():
-            sent[line.axis] += sent_bytes
-        return dict(sent)
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether a plan can run on devices of the cluster."""
         try:
-            if problems(candidate.plan) or self.over(self.least_bytes(candidate)) > 0:
-                return False
-            return self.over_bytes(candidate) <= 0 and self.over(self.peak_bytes(candidate)) <= 0
+            return self.over(self.peak_bytes(candidate)) <= 0
         except InputError:
             return False
-
-    def over_bytes(self, candidate: Candidate) -> int:
-        """By how much a part of the peak exceeds a device's memory; negative if it does not.
-        The part is what is stored between steps and what autograd keeps; of one microbatch without
-        gradients, which backward makes.  The latter does not depend on the row of the states table,
-        and the former not on microbatches and recomputation.
-        """
-        plan, rows = candidate
-        over, line = 0, plan.mesh.line(PIPELINE, 0)
-        for few in dict.fromkeys((1, rows)):  # a row of its own first, whose pass is recorded
-            for rank in sorted({line[0], line[-1]}):
-                kept = self._kept(Candidate(plan, few), rank) * (SHARED * rows if few < rows else 1)
-                stored, gradients = self._stored(candidate, rank)
-                freed = gradients if plan.microbatches == 1 else 0
-                over = self.over(stored + max(0, int(kept) - freed))
-                if over > 0:
-                    return over
-        return over
 
     def peak_bytes(self, candidate: Candidate) -> int:
         return max(found.device_peak for found in self._of_stages(candidate))
 
     def _of_stages(self, candidate: Candidate) -> list[Prediction]:
+        """Of equal stages the first, which keeps most microbatches, and the last, with the loss."""
         plan, rows = candidate
-        return [self.recordings.of(plan, rows, rank) for rank in plan.mesh.line(PIPELINE, 0)]
+        line = plan.mesh.line(PIPELINE, 0)
+        ranks = line if plan.stages is not None else [*dict.fromkeys((line[0], line[-1]))]
+        return [self.model.of(plan, rows, rank) for rank in ranks]
 
     def over(self, peak_bytes: int) -> int:
         return peak_bytes - self.cluster.device.memory_bytes
@@ -296,9 +276,9 @@ class PlanCosts:
         """
         plan, rows = candidate
         one, stages = self._row(plan), plan.mesh.size_of(PIPELINE)
-        parts = stages * plan.mesh.size_of("tp") * plan.ep
+        parts = stages * plan.mesh.size_of(TENSOR) * plan.ep
         states = 4 * (1 + one.states)
-        n = plan.size / (stages * plan.mesh.size_of("tp"))
+        n = plan.size / (stages * plan.mesh.size_of(TENSOR))
         by_row = {"ddp": 4 + states, "zero1": 4 + states / n, "zero2": 2 + (2 + states) / n}
         stored = one.numel / parts * by_row.get(plan.row, (4 + states) / n)
         ranks: Iterable[int] = range(1, stages + 1)
@@ -313,10 +293,10 @@ class PlanCosts:
         return int(max(stored, kept) if stages > 1 else stored + max(0, kept))
 
     def _row(self, plan: Plan) -> RowCosts:
-        key = plan.mesh.size_of("tp"), plan.cp, plan.recompute
+        key = plan.mesh.size_of(TENSOR), plan.cp, plan.recompute
         if key not in self.rows:
             try:
-                self.rows[key] = self._least(self.recordings.one_stage(plan))
+                self.rows[key] = self._one_row(plan)
             except InputError as error:
                 self.rows[key] = error
         found = self.rows[key]
@@ -324,12 +304,20 @@ class PlanCosts:
             raise found
         return found
 
-    def _least(self, found: Prediction) -> RowCosts:
+    def _one_row(self, plan: Plan) -> RowCosts:
+        blocks = self.model.blocks
+        if blocks is None:
+            return self._costs(self.model.one_row(plan, None))
+        few, more = (self._costs(self.model.one_row(plan, depth)) for depth in DEPTHS)
+        times = blocks.number - DEPTHS[1]
+        return RowCosts(*(b + times * (b - a) for a, b in zip(few, more, strict=True)))
+
+    def _costs(self, found: Prediction) -> RowCosts:
         """The costs of a recorded row, without weights, launches and latencies that rows share."""
         fast = {name: getattr(self.cluster, name) for name in ("inside", "between")}
         fast = {name: link.model_copy(update={"latency_s": 0.0}) for name, link in fast.items()}
         work = RankWork(found, self.cluster.model_copy(update=fast))
-        every, blocks = work.operations, self.recordings.blocks
+        every, blocks = work.operations, self.model.blocks
         inside = [x for x in every if blocks and x.module.startswith(f"{blocks.name}.")]
         kernels_s, blocks_s = self._growing_s(every), self._growing_s(inside)
         moves_s = sum(sum(axes.values()) for axes in work.inline.values())
@@ -343,26 +331,6 @@ class PlanCosts:
         computing_s = sum(x.done_flops / self.cluster.flops_per_s(precision(x)) for x in products)
         moved_bytes = sum(each.moved_bytes for each in operations if not each.done_flops)
         return computing_s + SHARED * moved_bytes / self.cluster.bytes_per_s
-
-    def _stored(self, candidate: Candidate, rank: int) -> tuple[int, int]:
-        plan = candidate.plan
-        chunks = plan.pipeline and allowed(plan.pipeline, plan.mesh.size_of(PIPELINE))[1].v
-        key = plan.axes, plan.context, plan.row, plan.offload, chunks, plan.stages, rank
-        if key not in self.stored:
-            memory = self.recordings.of(plan, 1, rank).memory
-            self.stored[key] = sum(memory.values()), memory["gradients"]
-        return self.stored[key]
-
-    def _kept(self, candidate: Candidate, rank: int) -> int:
-        plan, rows = candidate
-        if plan.pipeline is not None:  # more microbatches keep as much
-            _, size = allowed(plan.pipeline, plan.mesh.size_of(PIPELINE))
-            enough = min(size.m, MICROBATCHES * size.p)
-            plan = replace(plan, schedule=plan.pipeline.replace(f":{size.m}", f":{enough}", 1))
-        key = replace(plan, row="ddp", offload=None, accumulate=1), rows, rank
-        if key not in self.kept:
-            self.kept[key] = self.recordings.of(plan, rows, rank).activations
-        return self.kept[key]
 
 
 def too_large(candidate: Candidate, over: int) -> RefusedPlan:

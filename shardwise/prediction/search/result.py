@@ -23,7 +23,7 @@ from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.prediction.cluster import Cluster
 from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.relief import largest, peak_parts, relieved
+from shardwise.prediction.relief import largest, relieved
 from shardwise.prediction.time.step_time import StepTime
 
 # --- the plans that a search tries ----------------------------------------------------------------
@@ -130,7 +130,7 @@ class RankedPlan:
     """A plan that fits.
 
     rows        of a microbatch
-    peak_bytes  the most that a rank stores on its device, temporary memory of kernels apart
+    peak_bytes  the most that a rank stores on its device
     sent_bytes  that rank 0 sends in a step, by axis
     """
 
@@ -171,8 +171,8 @@ class SearchResult:
 
     ranked   the plans whose time was predicted, the shortest first
     refused  plans that do not fit or cannot run, the nearest to fitting first
-    slower   the number of plans that cannot be among the first: a part of their time alone is
-             longer, or they recompute more than a plan that fits
+    slower   the number of plans that take longer by an estimate, or recompute more than a plan
+             that fits
     fits_on  where nothing fits, a larger number of ranks on which a plan does; None without one
     """
 
@@ -200,7 +200,7 @@ class SearchResult:
         It does not fit: by how much, and what would relieve it.  It is slower: where its time goes,
         beside that of the best.
         """
-        parts, room = peak_parts(found), self.cluster.device.memory_bytes
+        parts, room = found.peaks.parts, self.cluster.device.memory_bytes
         over = sum(parts.values()) - room
         if over > 0:
             part = largest(parts)

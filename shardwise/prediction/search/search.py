@@ -1,24 +1,18 @@
-"""The best plans of a task: a best-first search by lower bounds of the time of a step.
+"""The best plans of a task: ranked by an estimate of their time, of which the first are predicted.
 
     refused     by the plan check, by the model (heads, layers), or by the memory of a device
-    rows        kernels of one row, times the rows of a data rank, over stages; the ramps of 1f1b
-    step        what is stored and kept fits; kernels of the slowest stage, collectives within
-                layers, updates, and moves between steps, without what overlaps
-    predicted   the peak and the time
+    estimated   in closed form (plan_costs.py)
+    predicted   the peak, by dry runs, and the time of the first plans that fit
 
-A plan goes from one line to the next when its bound is the least of all. The search ends when that
-bound exceeds the time of the plan that is `count`th so far: no later plan can be among the first
-`count`. A plan that recomputes is slower than the same plan with less recomputation, and not
-predicted if that one fits. Plans with offload come last: only if no other fits. The best plans are
-predicted once more with the budget of activations that the memory allows, with uneven stages
-(plan_costs.py), and with whole blocks in place of zero3.
+A plan that recomputes is slower than the same plan with less recomputation, and not predicted if
+that one fits. Plans with offload come last: only if no other fits. The best plans are predicted
+once more with the budget of activations that the memory allows, with uneven stages, and with whole
+blocks in place of zero3.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from heapq import heapify, heappop, heappush
-from itertools import chain
-from typing import Any, Final
+from typing import Final
 
 from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan
@@ -26,7 +20,7 @@ from shardwise.core.plan.plan_check import problems
 from shardwise.prediction.cluster import Cluster
 from shardwise.prediction.search.plan_costs import (
     PlanCosts,
-    Recordings,
+    PredictedModel,
     too_large,
     with_uneven_stages,
 )
@@ -45,14 +39,16 @@ from shardwise.prediction.search.result import (
 #: How often the number of ranks is doubled where nothing fits.
 DOUBLINGS: Final = 6
 #: So many of the best plans are changed, of each kind.
-REFINED: Final = 4
+REFINED: Final = 2
+#: So many plans are predicted at most for each that is asked for, if one fits of those that store
+#: least in closed form.
+TRIED: Final = 2
+SMALLEST: Final = 4
 
 
-def best_plans(
-    task: PlanTask, recordings: Recordings, cluster: Cluster, count: int
-) -> SearchResult:
-    """The ranking of the plans, certain for the first `count`. Raises InputError."""
-    costs = PlanCosts(recordings, cluster)
+def best_plans(task: PlanTask, model: PredictedModel, cluster: Cluster, count: int) -> SearchResult:
+    """The ranking of the first plans by their estimates. Raises InputError."""
+    costs = PlanCosts(model, cluster)
     plain = list(candidates(task))
     every = [plain, *([offloaded(each, word) for each in plain] for word in OFFLOADED)]
     ranked, refused, slower = list[RankedPlan](), list[RefusedPlan](), 0
@@ -69,31 +65,33 @@ def _ranked(
     every: Iterable[Candidate], costs: PlanCosts, count: int, refused: list[RefusedPlan]
 ) -> tuple[list[RankedPlan], list[RefusedPlan], int]:
     """The plans that fit, the refused ones, and the number of the others."""
-    refused, ranked, slower = [*refused], list[RankedPlan](), 0
-    queue = list[tuple[float, int, int, Candidate]]()
-    for number, candidate in enumerate(every):
-        _push(queue, number, 0, candidate, costs, refused)
-    heapify(queue)
-    fitting = set[Candidate]()
-    while queue:
-        bound_s, number, known, candidate = heappop(queue)
-        if len(ranked) >= count and bound_s >= ranked[count - 1].seconds:
-            slower += 1 + len(queue)
+    refused, estimated = [*refused], list[tuple[float, Candidate]]()
+    for candidate in every:
+        try:
+            if wrong := problems(candidate.plan):
+                raise InputError(str(wrong[0]))
+            over = costs.over(costs.least_bytes(candidate))
+            if over > 0:
+                refused.append(too_large(candidate, over))
+            else:
+                estimated.append((costs.estimate_s(candidate), candidate))
+        except InputError as error:
+            refused.append(RefusedPlan(candidate.plan, str(error), candidate.rows))
+    fastest = [candidate for _, candidate in sorted(estimated, key=lambda each: each[0])]
+    smallest = sorted(fastest, key=costs.least_bytes)[:SMALLEST]
+    fits = any(isinstance(costs.ranked(each), RankedPlan) for each in smallest)
+    tried = dict.fromkeys([*fastest[: TRIED * count * fits], *smallest])
+    results = dict[Candidate, RankedPlan | RefusedPlan]()
+    for candidate in tried:
+        fitting = [each for each, found in results.items() if isinstance(found, RankedPlan)]
+        if len(fitting) == count:
             break
-        if any(each in fitting for each in _keeping_more(candidate)):
-            slower += 1
-        elif known < 1:
-            _push(queue, number, 1, candidate, costs, refused)
-        else:
-            result = costs.ranked(candidate)
-            if isinstance(result, RefusedPlan):
-                refused.append(result)
-                continue
-            fitting.add(candidate)
-            ranked = sorted([*ranked, result], key=lambda each: each.seconds)
-    ranked = _refined(ranked, costs)
-    shown = (replace(each, sent_bytes=costs.sent_bytes(each)) for each in ranked[:count])
-    return [*shown, *ranked[count:]], refused, slower
+        if not any(each in fitting for each in _keeping_more(candidate)):
+            results[candidate] = costs.ranked(candidate)
+    refused += [each for each in results.values() if isinstance(each, RefusedPlan)]
+    ranked = [each for each in results.values() if isinstance(each, RankedPlan)]
+    ranked.sort(key=lambda each: each.seconds)
+    return _refined(ranked, costs), refused, len(estimated) - len(results)
 
 
 def _refined(ranked: list[RankedPlan], costs: PlanCosts) -> list[RankedPlan]:
@@ -103,7 +101,7 @@ def _refined(ranked: list[RankedPlan], costs: PlanCosts) -> list[RankedPlan]:
     """
 
     def uneven(candidate: Candidate) -> Candidate:
-        return with_uneven_stages(candidate, costs.recordings, costs.cluster)
+        return with_uneven_stages(candidate, costs.model, costs.cluster)
 
     changes: list[tuple[Callable[[Plan], object], Callable[[Candidate], Candidate]]] = [
         (lambda plan: plan.recompute, costs.with_budget),
@@ -115,34 +113,6 @@ def _refined(ranked: list[RankedPlan], costs: PlanCosts) -> list[RankedPlan]:
         found = [costs.faster(each, changed) for each in best]
         ranked = sorted([*ranked, *filter(None, found)], key=lambda each: each.seconds)
     return ranked
-
-
-def _push(
-    queue: list[Any],
-    number: int,
-    known: int,
-    candidate: Candidate,
-    costs: PlanCosts,
-    refused: list[RefusedPlan],
-) -> None:
-    try:
-        if known:
-            over = costs.over_bytes(candidate)
-            if over > 0:
-                refused.append(too_large(candidate, over))
-                return
-            bound_s = costs.step_bound_s(candidate)
-        else:
-            wrong = problems(candidate.plan)
-            if wrong:
-                raise InputError(str(wrong[0]))
-            bound_s, over = costs.bound_s(candidate), costs.over(costs.least_bytes(candidate))
-            if over > 0:
-                refused.append(too_large(candidate, over))
-                return
-        heappush(queue, (bound_s, number, known, candidate))
-    except InputError as error:
-        refused.append(RefusedPlan(candidate.plan, str(error), candidate.rows))
 
 
 def _keeping_more(candidate: Candidate) -> Iterator[Candidate]:
@@ -159,7 +129,9 @@ def _fitting(task: PlanTask, costs: PlanCosts) -> int | None:
         if more.ranks > more.host and more.ranks % more.host:
             continue
         least = [each for each in candidates(more) if each.rows == 1]
-        moved = (offloaded(each, word) for word in OFFLOADED for each in least)
-        if any(costs.fits(each) for each in chain(least, moved)):
+        moved = [offloaded(each, word) for word in OFFLOADED for each in least]
+        possible = [each for each in [*least, *moved] if not problems(each.plan)]
+        possible.sort(key=costs.least_bytes)
+        if any(costs.fits(each) for each in possible[:SMALLEST]):
             return more.ranks
     return None

@@ -24,7 +24,7 @@ from shardwise.prediction.traffic import Tariff
 from shardwise.prediction.unit_acts import StageActs
 
 if TYPE_CHECKING:
-    from shardwise.prediction.prediction import Prediction
+    pass
 
 #: The part of a backward pass that an action does.
 SHARES: Final = {"F": 1.0, "B": 1.0, "I": 0.5, "W": 0.5}
@@ -69,25 +69,6 @@ def stage_kernels(work: RankWork) -> StageKernels:
         for op, phase in PHASES.items()
     }
     return StageKernels(kernels, inline, seconds)
-
-
-def least_makespan_s(found: "Prediction", seconds: StageSeconds) -> float:
-    """The least seconds of a run of the schedule: of the rank that ends last on its own.
-
-        stages before it, F    all microbatches of its stages    stages before it, the least of B
-
-    A rank begins when the stages before its first one have had a microbatch, and they still have
-    the backward pass of one when it ends.
-    """
-    schedule = schedule_of(found.plan)
-    assert schedule is not None
-    m, least = found.plan.microbatches, 0.0
-    back = [min(seconds["B"][s], seconds["I"][s]) for s in range(len(schedule.home))]
-    for rank in range(found.plan.mesh.size_of(PIPELINE)):
-        own = schedule.stages(rank)
-        ramps = sum(seconds["F"][s] + back[s] for s in range(min(own)))
-        least = max(least, ramps + m * sum(seconds["F"][s] + seconds["B"][s] for s in own))
-    return least
 
 
 def staged_streams(work: RankWork, ahead: int) -> tuple[Streams, float]:

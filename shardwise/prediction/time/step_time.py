@@ -43,8 +43,8 @@ from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.zero import Moment, RowMove
 from shardwise.prediction.cluster import Cluster, cluster_of
-from shardwise.prediction.peak_memory import places
 from shardwise.prediction.prediction import PRICES
+from shardwise.prediction.rank_shape import places
 from shardwise.prediction.stored_bytes import Group
 from shardwise.prediction.time.streams import Streams, TimedActs, UnitSeconds
 from shardwise.prediction.traffic import Counted, Tariff, step_bytes

@@ -125,6 +125,7 @@ class HostActivations:
         self.place = -1, 0  # of the latest block
         self.stays: set[int] = set()
         self.batch: set[int] = set()
+        self.beside: dict[int, StorageWeakRef] = {}  # storages of this step that stay
         self.fetched_bytes = self.most_fetched_bytes = 0
 
     def install(self, *, hooks: bool) -> None:
@@ -136,6 +137,7 @@ class HostActivations:
     def begin(self, batch: Any) -> None:
         self.batch = set(map(_key, leaves(batch, Tensor, objects=True)))
         self.most_fetched_bytes = self.fetched_bytes
+        self.beside.clear()
 
     def keep(self, x: Tensor) -> Any:
         """Store `x`, detached, for the running block, on the host unless it stays."""
@@ -143,6 +145,7 @@ class HostActivations:
         x = x.detach() if x.grad_fn is not None else x  # a node that saves its output is no cycle
         stays = storage._cdata in self.stays or storage.nbytes() < SMALL_BYTES
         if block is None or stays or type(x) not in (Tensor, nn.Parameter):
+            self.beside.setdefault(storage._cdata, StorageWeakRef(storage))
             return x
         stored = self.known.get(storage._cdata)
         if stored is None or stored.version != x._version:

@@ -136,30 +136,3 @@ def tier_bytes(spec: ModelSpec, tape: Tape, ranks: int, *, on_host: bool) -> dic
             sizes = (x.numel * x.element_bytes for x in received)
             found[stage] += sum(size for size in sizes if size >= SMALL_BYTES)
     return found
-
-
-def kept_bytes(spec: ModelSpec, plan: Plan, rank: int, *, on_host: bool) -> int:
-    """The most bytes of activations that `rank` keeps at once on the device, or on the host."""
-    by_stage = tier_bytes(spec, spec.run.tape, plan.mesh.size_of(TENSOR), on_host=on_host)
-    every = moments(plan, plan.mesh.coordinate(rank).get("pp", 0))
-    return max(sum(n * by_stage[stage] for stage, n in moment.items()) for moment in every)
-
-
-def fetched_bytes(spec: ModelSpec, plan: Plan, rank: int) -> int:
-    """The most bytes that are fetched to the device of `rank` at once, for the first microbatch."""
-    here, within = stages_on(plan, rank), Within(spec.on_host)
-    order = {name: place for place, name in enumerate(spec.on_host)}
-    sizes, readers = dict[tuple[int, object], int](), dict[tuple[int, object], list[int]]()
-    for piece, moves in pieces(spec, spec.run.tape, plan.mesh.size_of(TENSOR)):
-        stage, block = stage_of(spec, piece.module), within(piece.module)
-        if moves and block is not None and stage in here:
-            sizes[stage, piece.key] = piece.stored_bytes
-            readers.setdefault((stage, piece.key), []).append(order[block])
-    most = 0
-    for stage in here:
-        own = {key: found for key, found in readers.items() if key[0] == stage}
-        places = sorted({place for found in own.values() for place in found})
-        for first, now in zip([*places[:1], *places], places, strict=False):
-            back = (k for k, found in own.items() if max(found) >= first and min(found) <= now)
-            most = max(most, sum(sizes[key] for key in back))
-    return most

@@ -149,7 +149,7 @@ class Flat:
             return
         self.take_assigned()
         if self.reshards:
-            self.full.untyped_storage().resize_(self.plan.padded * self.full.element_size())
+            self.tiers.resize(self.full, self.plan.padded * self.full.element_size())
         self.coming = self._gather()
         self.state = State.UNSHARDING
 
@@ -199,7 +199,7 @@ class Flat:
         """Free `full` where the row keeps parameters S; other rows do nothing."""
         if self.reshards and self.state is not State.SHARDED:
             self.to_sharded()
-            self.full.untyped_storage().resize_(0)
+            self.tiers.resize(self.full, 0)
 
     def rest(self) -> None:
         """End `unshard_in_own_dtype`."""

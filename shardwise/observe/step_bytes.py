@@ -1,0 +1,175 @@
+"""The live bytes of an engine's step after each of its operations, and the most of them.
+
+A sum is kept as storages are made, resized and freed; nothing walks all storages but when what is
+live may be more than ever.
+
+    made      by an operation: counted after it, if its memory has values and is not the host's
+    resized   the full parameters of units, to nothing and back
+    freed     a weak reference to the storage calls back
+    owned     by the engine when the step begins
+
+What a kernel takes and returns inside of one operation is not seen, nor is the batch.
+"""
+
+from functools import partial
+from typing import Any, Final
+from weakref import ref
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.core.tools.tree import leaves
+from shardwise.core.zero import ACTIVATIONS, OWNED
+from shardwise.engine import memory
+from shardwise.engine.engine import Engine
+from shardwise.observe.work import call_tensors
+
+#: Memory without values is counted from the next operation on, when its owner has it.
+UNWRITTEN: Final = ("empty", "new_empty", "empty_like", "empty_strided")
+
+
+class SavedStorages:
+    """The storages that autograd has saved, each counted once while it is alive."""
+
+    def __init__(self) -> None:
+        self.alive: dict[int, StorageWeakRef] = {}
+
+    def save(self, x: Tensor) -> Tensor:
+        """The hook for a saved tensor, without its node, which might never be freed."""
+        storage = x.untyped_storage()
+        self.alive.setdefault(storage._cdata, StorageWeakRef(storage))
+        return x.detach() if x.grad_fn is not None else x
+
+    def keys(self) -> set[int]:
+        self.alive = {key: weak for key, weak in self.alive.items() if not weak.expired()}
+        return set(self.alive)
+
+
+class KeptBytes:
+    """The most that autograd, and recomputed modules, keep for the backward pass at a `look`.
+    Parameters, what else the engine owns, and the batch are not among it.
+    """
+
+    def __init__(self, engine: Engine, batch: Any) -> None:
+        self.engine, self.saved = engine, SavedStorages()
+        self.batch = {x.untyped_storage()._cdata for x in leaves(batch, Tensor, objects=True)}
+        self.most = self.most_on_host = 0
+
+    def look(self) -> None:
+        """Count what is kept now."""
+        world, recomputation = self.engine.world, self.engine.recompute
+        tiers, host = world.tiers, recomputation.host
+        for x in (x for one in recomputation.modules.values() for x in one.kept_tensors()):
+            if not world.arenas.hold(x):
+                self.saved.save(x)
+        self.saved.alive |= {} if host is None else host.beside
+        owned = {x.untyped_storage()._cdata for _, _, x in memory.owned(self.engine)} | self.batch
+        found = 0
+        for key in self.saved.keys() - owned:
+            storage = UntypedStorage._new_with_weak_ptr(self.saved.alive[key].cdata)
+            found += 0 if storage is None or tiers.holds(storage) else storage.nbytes()
+        self.most = max(self.most, found)
+        on_host = tiers.host_bytes - sum(self.engine.host_memory().values())
+        self.most_on_host = max(self.most_on_host, on_host)
+
+
+class StepBytes(TorchDispatchMode):
+    """The bytes of `engine` on its device while entered: `now`, and the most so far, `most`.
+    `parts` has the most by category; looked for from `least` bytes on, which may be `most` of an
+    earlier step.
+    """
+
+    def __init__(self, engine: Engine, least: int = 0) -> None:
+        super().__init__()
+        self.engine, self.least = engine, least
+        self.now = self.most = 0
+        self.parts = dict[str, int]()
+        self.known: dict[int, tuple[ref[UntypedStorage], int]] = {}
+        self.on_host = set[int]()  # of the known ones
+        self.freed: list[tuple[int, ref[UntypedStorage]]] = []
+        self.owned = self.resized = 0  # changes of tiers so far
+        for _, _, tensor in memory.owned(engine):
+            self._count(tensor)
+        self.fulls = [flat.full.untyped_storage() for flat in engine.flats if flat.reshards]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in meta_pass.py
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():  # a mode of the model would see each look at a tensor
+            self._forget()
+            for x in call_tensors(made):
+                if x.layout == torch.strided and x.untyped_storage()._cdata not in self.known:
+                    self._made(x, args)
+            if func._overloadpacket.__name__ not in UNWRITTEN:
+                self._look()
+        return made
+
+    def _made(self, x: Tensor, args: Any) -> None:
+        """Count a result, unless it is an argument's memory that was made elsewhere."""
+        key = x.untyped_storage()._cdata
+        strided = [y for y in call_tensors(args) if y.layout == torch.strided]
+        if not any(y.untyped_storage()._cdata == key for y in strided):
+            self._count(x, there=bool(strided) and all(map(self._is_on_host, strided)))
+
+    def _is_on_host(self, x: Tensor) -> bool:
+        key = x.untyped_storage()._cdata
+        return key in self.on_host or self.engine.world.tiers.of(x) == "host"
+
+    def _count(self, x: Tensor, *, there: bool = False) -> None:
+        """Count a storage once; on the host `there` is what is computed from its memory."""
+        world, storage = self.engine.world, x.untyped_storage()
+        key = storage._cdata
+        elsewhere = storage.device.type == "meta" and not world.meta
+        if key in self.known or elsewhere or world.arenas.hold(x):
+            return
+        weak = ref(storage, partial(self._gone, key))
+        self.known[key] = weak, 0
+        if there or world.tiers.of(x) != "device":
+            self.on_host.add(key)
+        else:
+            self._resize(key, storage.nbytes())
+
+    def _gone(self, key: int, weak: "ref[UntypedStorage]") -> None:
+        self.freed.append((key, weak))  # perhaps in another thread
+
+    def _forget(self) -> None:
+        while self.freed:
+            key, weak = self.freed.pop()
+            if key in self.known and self.known[key][0] is weak:
+                self.now -= self.known.pop(key)[1]
+                self.on_host.discard(key)
+
+    def _resize(self, key: int, nbytes: int) -> None:
+        weak, before = self.known[key]
+        self.known[key] = weak, nbytes
+        self.now += nbytes - before
+
+    def _look(self) -> None:
+        tiers = self.engine.world.tiers
+        if tiers.resized != self.resized:
+            self.resized = tiers.resized
+            for storage in self.fulls:
+                self._resize(storage._cdata, storage.nbytes())
+        if tiers.owned != self.owned:  # what was counted may be the host's since
+            self.owned = tiers.owned
+            for key, (weak, nbytes) in list(self.known.items()):
+                storage = weak() if nbytes else None
+                if storage is not None and tiers.holds(storage):
+                    self.on_host.add(key)
+                    self._resize(key, 0)
+        if self.now > self.most:
+            self.most = self.now
+            if self.now >= self.least:
+                self.parts = self._parts()
+
+    def _parts(self) -> dict[str, int]:
+        owned = memory.in_step(self.engine)
+        found = {name: owned[name] for name in OWNED}
+        return found | {ACTIVATIONS: self.now - sum(found.values())}
