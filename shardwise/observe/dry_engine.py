@@ -66,7 +66,7 @@ class DryRun:
         self.kernels: Kernels = options.kernels
         self.mode = nullcontext() if real else ToMeta(read=self._read)
         world = replace(world_of(rank, plan.size, _CPU, FakeLinks()), meta=not real)
-        options = replace(options, loss=self._objective, fill=lambda *_: None)
+        options = replace(options, loss=self._objective, fill=None if real else lambda *_: None)
         made = value_copy(model) if real else _with_buffers(meta_copy(model))
         with torch.random.fork_rng(devices=[]), self.mode:
             self.engine: Engine = build_engine(made, plan, world, options)

@@ -24,7 +24,7 @@ from shardwise.core.errors import NonFiniteError
 from shardwise.techniques.expert.dispatch import Exchange
 from shardwise.techniques.expert.expert_moves import ExpertMove
 from shardwise.techniques.expert.moe_layer import ExpertPlace
-from shardwise.techniques.expert.routing import Record, Routing, phase
+from shardwise.techniques.expert.routing import Record, Routing, assumed_loads, even_counts, phase
 
 
 def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -73,12 +73,7 @@ class StackedOnRanks:
         x_ND, weights_NK = place.enter(hidden_states), place.enter(top_k_weights)
         x_ND = x_ND[:0] if no_rows else x_ND
         experts_NK = top_k_index[:0] if no_rows else top_k_index
-        own = torch.bincount(experts_NK.flatten(), minlength=self.experts)
-        finite = torch.isfinite(weights_NK.detach()).all() | no_rows  # a stand-in's do not count
-        everyone = place.batch.gather(torch.cat([own, finite.long().view(1)])).cpu()
-        loads = everyone[:, :-1]
-        if not (self.own_experts.training and place.skips()):  # the loss will not be finite
-            _require_finite(everyone[:, -1].tolist(), place.name)
+        loads = self._loads(experts_NK, weights_NK)
         routing = Routing(experts_NK, weights_NK, experts_NK, loads, loads.sum(0), 0, ())
         exchange = Exchange.of(routing, place.batch, place.ep, place.peers)
         token = exchange.choices // experts_NK.shape[1]
@@ -88,13 +83,28 @@ class StackedOnRanks:
         made = (made * weights).to(hidden_states.dtype)
         return place.leave(torch.zeros_like(hidden_states).index_add(0, token, made))
 
+    def _loads(self, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        """The choices of each expert on all ranks, [R, E] on the CPU; even ones on meta."""
+        place, everyone = self.place, self.place.batch.gather
+        if experts_NK.is_meta:
+            everyone(experts_NK.new_empty(self.experts + 1))
+            even = even_counts(experts_NK.numel(), self.experts)
+            return assumed_loads(place.batch, even.expand(place.batch.ranks, -1))
+        own = torch.bincount(experts_NK.flatten(), minlength=self.experts)
+        # a stand-in's do not count
+        finite = torch.isfinite(weights_NK.detach()).all() | place.has_no_rows()
+        found = everyone(torch.cat([own, finite.long().view(1)])).cpu()
+        if not (self.own_experts.training and place.skips()):  # the loss will not be finite
+            _require_finite(found[:, -1].tolist(), place.name)
+        return found[:, :-1]
+
     def _run_experts(self, rows: Tensor, counts: list[int]) -> Tensor:
         """Without rows the module would use no weight, and backward passes of others would wait."""
         if not len(rows):
             return rows + sum(p[:0].sum() for p in self.own_experts.parameters(recurse=False))
         sizes = torch.tensor(counts, dtype=torch.int64, device=rows.device)
         expert = torch.arange(len(counts), dtype=torch.int64, device=rows.device)
-        expert = expert.repeat_interleave(sizes).view(-1, 1)
+        expert = expert.repeat_interleave(sizes, output_size=len(rows)).view(-1, 1)
         forward: Callable[..., Tensor] = type(self.own_experts).forward
         return forward(self.own_experts, rows, expert, torch.ones_like(expert, dtype=rows.dtype))
 
