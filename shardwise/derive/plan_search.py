@@ -34,14 +34,16 @@ class SearchedModel:
     def __init__(self, model: nn.Module, batch: Any, options: EngineOptions) -> None:
         self.model, self.batch, self.options = model, batch, options
         self.plain, self.blocks = plain_copy(model, PLAIN), equal_blocks(model)
-        self.known = dict[tuple[Plan, int], Prediction]()
+        self.known = dict[tuple[Plan, int, int | None], Prediction]()
         self.tables = dict[tuple[int, int | None], Any]()
 
-    def of(self, plan: Plan, rows: int, rank: int = 0) -> Prediction:
-        """That of a rank, with microbatches of `rows` rows. Raises InputError if it cannot run."""
-        key = plan, rows
+    def of(self, plan: Plan, rows: int, rank: int = 0, depth: int | None = None) -> Prediction:
+        """That of a rank, with microbatches of `rows` rows, of a copy with `depth` blocks.
+        Raises InputError if it cannot run.
+        """
+        key = plan, rows, depth
         if key not in self.known:
-            self.known[key] = self._predicted(plan, rows, None)
+            self.known[key] = self._predicted(*key)
         found = self.known[key]
         return found if rank == found.rank else found.on(rank)
 

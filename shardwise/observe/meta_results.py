@@ -24,19 +24,29 @@ class MetaResults:
 
     def __call__(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What func(*args, **kwargs) returns, where all tensors are on meta."""
-        if not _is_pure(func):
+        key = _key_of(func, args, kwargs)
+        if key is None or self.known.get(key, ()) is None:
             return func(*args, **kwargs)
-        try:
-            key = func, _key(args), _key(tuple(kwargs.items()))
-            known = self.known.get(key, self)
-        except TypeError:  # an argument that is not known by its value
-            return func(*args, **kwargs)
-        if known is self:
+        if key not in self.known:
             out = func(*args, **kwargs)
             inputs = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
             self.known[key] = _shape(out, inputs)
             return out
-        return func(*args, **kwargs) if known is None else _made(known)
+        return _made(self.known[key])
+
+    def at_once(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The known result, if all tensors are on meta; else None."""
+        found = self.known.get(_key_of(func, args, kwargs))
+        return None if found is None else _made(found)
+
+
+def _key_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if not _is_pure(func):
+        return None
+    try:
+        return func, _key(args), _key(tuple(kwargs.items()))
+    except TypeError:  # an argument that is not known by its value
+        return None
 
 
 @cache
@@ -47,7 +57,7 @@ def _is_pure(func: Any) -> bool:
 
 def _key(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype
+        return value.shape, value.stride(), value.dtype, value.is_meta
     if isinstance(value, tuple | list):
         return tuple(map(_key, value))
     if isinstance(value, _PLAIN):

@@ -296,7 +296,7 @@ def test_table_1_of_megatron(row: MegatronRow):
 TITAN = [(8, 5762, -0.066), (128, 5605, -0.096)]
 #: By how many GiB the peak on 8 GPUs exceeds that on 128, published; the errors of what rests
 #: between steps, and of the peak, at which a step of ours has no gradients.
-TITAN_GIB = (82.4 - 67.0, -0.090, -0.196)
+TITAN_GIB = (82.4 - 67.0, -0.090, -0.203)
 
 
 @cache

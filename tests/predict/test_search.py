@@ -296,6 +296,19 @@ def test_no_stage_of_an_uneven_plan_exceeds_the_memory() -> None:
     assert [type(each) for each in results] == [RankedPlan, RefusedPlan]
 
 
+@pytest.mark.parametrize(
+    "text", ["dp4 tp2 sp zero3 bf16 recompute:full", "pp2 dp1 1f1b:4 bf16", "dp2 zero1 bf16"]
+)
+def test_a_deep_plan_is_predicted_from_copies_with_few_blocks(text: str) -> None:
+    """Its time and peak continue along the line through those of two copies."""
+    found = PlanCosts(SearchedModel(model(replace(CONFIG, layers=12)), batch(), OPTIONS), LARGE)
+    candidate = Candidate(Plan.parse(text), 1)
+    result, whole = found.ranked(candidate), found._predicted(candidate, None)
+    assert isinstance(result, RankedPlan) and result.sent_bytes == whole.sent_bytes
+    assert result.peak_bytes == pytest.approx(whole.peak_bytes, rel=1e-6)
+    assert result.seconds == pytest.approx(whole.seconds, rel=1e-6)
+
+
 # --- equal blocks ---------------------------------------------------------------------------------
 
 

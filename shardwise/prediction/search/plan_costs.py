@@ -21,7 +21,7 @@ stages a rank, the slowest one does not decide alone.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, pairwise, permutations
@@ -55,8 +55,10 @@ Counts = tuple[int, ...]
 class CutModel(Protocol):
     """Predictions of a model that is cut into stages."""
 
-    def of(self, plan: Plan, rows: int, rank: int = 0) -> Prediction:
-        """That of a rank, with microbatches of `rows` rows. Raises InputError if it cannot run."""
+    def of(self, plan: Plan, rows: int, rank: int = 0, depth: int | None = None) -> Prediction:
+        """That of a rank, with microbatches of `rows` rows, of a copy with `depth` blocks.
+        Raises InputError if it cannot run.
+        """
         ...
 
     def pieces(self, stages: int) -> int:
@@ -114,6 +116,8 @@ SHARED: Final = 0.98
 SHORT_BYTES: Final = 2
 #: The depths of the copies of a deep model whose costs continue along a line.
 DEPTHS: Final = (2, 3)
+#: Under zero3: units are gathered ahead, so the first blocks take other memory than later ones.
+GATHERED: Final = (4, 5)
 #: A budget of activations is found in so many predictions.
 BUDGETS: Final = 4
 
@@ -193,18 +197,38 @@ class PlanCosts:
         return self.known[candidate]
 
     def _ranked(self, candidate: Candidate) -> RankedPlan | RefusedPlan:
-        plan, rows = candidate
         try:
-            peak_bytes = self.peak_bytes(candidate)
-            if self.over(peak_bytes) > 0:
-                return too_large(candidate, self.over(peak_bytes))
-            found = self.model.of(plan, rows)
-            time, sent = found.step_time(self.cluster), Counter[str]()
-            for line, sent_bytes in found.sent().items():
-                sent[line.axis] += sent_bytes
+            times, depths = self._depths(candidate.plan)
+            few, *more = [self._predicted(candidate, depth) for depth in depths]
         except InputError as error:
-            return RefusedPlan(plan, str(error), rows)
-        return RankedPlan(plan, rows, time, peak_bytes, dict(sent))
+            return RefusedPlan(candidate.plan, str(error), candidate.rows)
+        found = _continued(few, more[0], times) if more else few
+        over = self.over(found.peak_bytes)
+        return too_large(candidate, over) if over > 0 else found
+
+    def _predicted(self, candidate: Candidate, depth: int | None) -> RankedPlan:
+        """The memory and the time of a copy with `depth` blocks. Raises InputError."""
+        plan, rows = candidate
+        peak_bytes = max(found.device_peak for found in self._of_stages(candidate, depth))
+        found, sent = self.model.of(plan, rows, depth=depth), Counter[str]()
+        for line, sent_bytes in found.sent().items():
+            sent[line.axis] += sent_bytes
+        return RankedPlan(plan, rows, found.step_time(self.cluster), peak_bytes, dict(sent))
+
+    def _depths(self, plan: Plan) -> tuple[int, list[int | None]]:
+        """The numbers of blocks of the copies that are predicted, for equal stages of a deep model;
+        [None] for the model itself. And how many times its numbers are more than those of the last
+        copy by the difference of the two copies.
+        """
+        blocks, schedule = self.model.blocks, schedule_of(plan)
+        stages = 1 if schedule is None else len(schedule.home)
+        alike = not plan.recompute_budget_bytes and not plan.layers and plan.stages is None
+        if blocks is None or not alike or blocks.number % stages:
+            return 0, [None]
+        depths = GATHERED if plan.row == "zero3" else DEPTHS
+        if blocks.number < sum(depths) * stages:  # the model itself takes no longer
+            return 0, [None]
+        return blocks.number // stages - depths[1], [n * stages for n in depths]
 
     def faster(
         self, than: RankedPlan, changed: Callable[[Candidate], Candidate]
@@ -248,20 +272,17 @@ class PlanCosts:
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether a plan can run on devices of the cluster."""
-        try:
-            return self.over(self.peak_bytes(candidate)) <= 0
-        except InputError:
-            return False
+        return isinstance(self.ranked(candidate), RankedPlan)
 
     def peak_bytes(self, candidate: Candidate) -> int:
         return max(found.device_peak for found in self._of_stages(candidate))
 
-    def _of_stages(self, candidate: Candidate) -> list[Prediction]:
+    def _of_stages(self, candidate: Candidate, depth: int | None = None) -> list[Prediction]:
         """Of equal stages the first, which keeps most microbatches, and the last, with the loss."""
         plan, rows = candidate
         line = plan.mesh.line(PIPELINE, 0)
         ranks = line if plan.stages is not None else [*dict.fromkeys((line[0], line[-1]))]
-        return [self.model.of(plan, rows, rank) for rank in ranks]
+        return [self.model.of(plan, rows, rank, depth) for rank in ranks]
 
     def over(self, peak_bytes: int) -> int:
         return peak_bytes - self.cluster.device.memory_bytes
@@ -331,6 +352,28 @@ class PlanCosts:
         computing_s = sum(x.done_flops / self.cluster.flops_per_s(precision(x)) for x in products)
         moved_bytes = sum(each.moved_bytes for each in operations if not each.done_flops)
         return computing_s + SHARED * moved_bytes / self.cluster.bytes_per_s
+
+
+def _continued(few: RankedPlan, more: RankedPlan, times: int) -> RankedPlan:
+    """The numbers of a deep model along the line through those of two copies with fewer blocks."""
+
+    def at(a: float, b: float) -> float:
+        return max(0.0, b + times * (b - a))
+
+    def each(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
+        return {axis: at(a.get(axis, 0), b.get(axis, 0)) for axis in {**a, **b}}
+
+    first, last = few.time, more.time
+    time = replace(
+        last,
+        compute_s=at(first.compute_s, last.compute_s),
+        exposed_s=each(first.exposed_s, last.exposed_s),
+        bubble_s=at(first.bubble_s, last.bubble_s),
+        update_s=at(first.update_s, last.update_s),
+        flops=at(first.flops, last.flops),
+    )
+    sent = {axis: int(n) for axis, n in each(few.sent_bytes, more.sent_bytes).items()}
+    return RankedPlan(more.plan, more.rows, time, int(at(few.peak_bytes, more.peak_bytes)), sent)
 
 
 def too_large(candidate: Candidate, over: int) -> RefusedPlan:
