@@ -17,8 +17,7 @@ from shardwise.core.errors import InputError
 from shardwise.core.model_spec import Blocks
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import problems
-from shardwise.derive.plan_search import SearchedModel
-from shardwise.derive.repeated import equal_blocks
+from shardwise.derive.plan_search import SearchedModel, equal_blocks
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import predict_with
 from shardwise.models.gpt import GPT, GPTConfig, loss
