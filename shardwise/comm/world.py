@@ -130,7 +130,8 @@ class World:
 
     `suffix` ends the names of `axes`, under which their bytes are counted, but not those in `mesh`.
     `background` has the checkpoints that threads are writing.  `number` counts the engines and the
-    wrapped modules of the program, each of which has its own mesh.
+    wrapped modules of the program, each of which has its own mesh.  In a `dry` run no other rank
+    answers; it may be on the `meta` device.
     """
 
     rank: int
@@ -147,6 +148,7 @@ class World:
     background: Background = field(default_factory=Background)
     suffix: str = ""
     number: int = 0
+    dry: bool = False
     meta: bool = False
 
     @property

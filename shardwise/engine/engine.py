@@ -239,7 +239,7 @@ class Engine:
         lists = 0 if self.rows or self.training.tokens else shares.list_entries(batch)
         few = 0 if refused else shares.few_rows(batch, self.rows, self.microbatches)
         own = [mine, refused is not None, lists, lists**2, few > 0, *shares.dtype_numbers(batch)]
-        warns = self.data_ranks > 1 and not (self.world.rank or self.world.meta)
+        warns = self.data_ranks > 1 and not (self.world.rank or self.world.dry)
         with self.ledger.phase("check"):
             summed = share_sums(batch, own, self.consensus, warns=warns)
         shares.require_counted(summed[1], refused)

@@ -113,7 +113,7 @@ def build_engine(
     recomputed = recompute_budget.recomputation(model, plan, world.rank, objective, options, begin)
     clip = weight_stashing.require(model, plan, begin, options)
     rerun.require(plan, options.checks)
-    if world.rank == 0 and not world.meta:
+    if world.rank == 0 and not world.dry:
         _print_defaults(options, model)
     how = Training(
         spec,

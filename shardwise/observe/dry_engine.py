@@ -1,7 +1,7 @@
 """The dry run: the real engine of one rank on the meta device, in a world whose links only count.
 
     engine           the one of `parallelize`: its hooks, moves, optimizer and pipeline are those of
-                     a run; only `World.meta` differs
+                     a run; only `World.dry` differs
     tensors          parameters, what is computed from them, host memory and the disk have no memory
     other ranks      are assumed to send what this one sends (comm/fake.py)
     numbers          that ranks agree on are on the CPU; unknown ones that are read are zeros
@@ -65,7 +65,7 @@ class DryRun:
         self.seen: Callable[[], None] = lambda: None  # called at the end of a forward pass
         self.kernels: Kernels = options.kernels
         self.mode = nullcontext() if real else ToMeta(read=self._read)
-        world = replace(world_of(rank, plan.size, _CPU, FakeLinks()), meta=not real)
+        world = replace(world_of(rank, plan.size, _CPU, FakeLinks()), dry=True, meta=not real)
         options = replace(options, loss=self._objective, fill=None if real else lambda *_: None)
         made = value_copy(model) if real else _with_buffers(meta_copy(model))
         with torch.random.fork_rng(devices=[]), self.mode:
@@ -156,9 +156,9 @@ def step_peaks(
         try:
             return DryRun(model, few.plan, options, rank).peaks(few.batch)
         except UNKNOWN as error:
-            if isinstance(error, InputError):
-                raise
             if any(p.is_meta for p in model.parameters()):
+                if isinstance(error, InputError):
+                    raise
                 raise valueless(model) from error
         return DryRun(model, few.plan, options, rank, real=True).peaks(few.batch)
 

@@ -71,7 +71,7 @@ class Plain:
 def engine_of(model: nn.Module, build: Build, training: Training) -> Engine:
     """The engine of `model`, whose first step is compared if it has a tensor axis or `cp`."""
     table = build.table
-    if build.world.meta or (table is None and build.plan.cp == 1):
+    if build.world.dry or (table is None and build.plan.cp == 1):
         return Engine(model, build, training)
     plain = Plain(meta_copy(model), table, build.fill)
     engine = Engine(model, build, training)
