@@ -156,7 +156,8 @@ def _require_pieces(optimizer: Optimizer) -> None:
     for data in () if needs_whole(optimizer) else _sharded(optimizer):
         for p, (_, flat, index) in data.places.items():
             shape, state = flat.shapes[index], optimizer.state.get(p, {})
-            wrong = [k for k, v in state.items() if isinstance(v, Tensor) and v.shape == shape]
+            tensors = [(k, v.shape) for k, v in state.items() if isinstance(v, Tensor)]
+            wrong = [k for k, size in tensors if size and size == shape]  # not the step count
             if wrong and flat.split and p.shape != shape:
                 raise bad(
                     f"an optimizer whose {wrong[0]} of {flat.names[index]} is of the whole "

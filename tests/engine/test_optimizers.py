@@ -98,21 +98,23 @@ def test_optimizers_over_pieces_of_all_dimensions(kind: Any):
 
 
 RESETS: dict[str, Any] = {
-    "cleared": lambda states, _: states.clear(),
-    "dropped": lambda states, p: states.pop(p),
-    "replaced": lambda states, p: states[p].update(step=torch.ones(())),
+    "cleared": lambda optim, _: optim.state.clear(),
+    "dropped": lambda optim, p: optim.state.pop(p),
+    "replaced": lambda optim, p: optim.state[p].update(step=torch.ones(())),
+    "dampened": lambda optim, _: optim.param_groups[0].update(momentum=0.9, dampening=0.5),
 }
 
 
 def reset(world: World, how: str) -> dict[str, Tensor]:
-    """The weights of an engine whose states the program changes; in plain torch on one rank."""
+    """The weights of an engine whose optimizer the program changes; in plain torch on one rank."""
     model, alone = settled(nn.Linear(6, 6)).double(), world.size == 1
-    plan, options = "dp2 zero1 fp64", {"optimizer": sw.AdamW(lr=0.1), "loss": squares}
-    optim = torch.optim.AdamW(model.parameters(), lr=0.1)
+    kind = torch.optim.SGD if how == "dampened" else torch.optim.AdamW
+    plan, options = "dp2 zero1 fp64", {"optimizer": sw.Optim(kind, lr=0.1), "loss": squares}
+    optim = kind(model.parameters(), lr=0.1)
     engine = None if alone else sw.parallelize(model, plan, world, **options)
     for step in range(4):
         if step == 2:
-            RESETS[how](optim.state if engine is None else engine.optimizer.state, model.weight)
+            RESETS[how](optim if engine is None else engine.optimizer, model.weight)
         if engine is None:
             squares(model, torch.cat([rows(step, rank) for rank in range(2)])).backward()
             optim.step()
@@ -123,8 +125,8 @@ def reset(world: World, how: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("how", RESETS)
-def test_states_that_a_program_resets_are_those_of_the_next_step(how: str):
-    """In place of those of several parameters that were updated as one."""
+def test_what_a_program_changes_in_the_optimizer_holds_in_the_next_step(how: str):
+    """Also states of several parameters that were updated as one, and a momentum that begins."""
     ours, (expected,) = run_threads(2, reset, how)[0], run_threads(1, reset, how)
     assert all(difference(ours[name], expected[name]) < 1e-12 for name in expected)
 

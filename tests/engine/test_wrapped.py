@@ -22,7 +22,7 @@ from shardwise.wrap.wrap import STRATEGIES
 from tests.engine import loops
 from tests.engine.cases import Case, Task, build, difference, share, squares, text
 from tests.engine.loops import adam, rows, wrap
-from tests.engine.zoo import make
+from tests.engine.zoo import dims, make
 from tests.pool import run_gloo, run_threads
 
 WAYS = ["DDP", *STRATEGIES]
@@ -383,3 +383,19 @@ def test_optimizers_in_backward_do_what_a_step_after_it_does():
     for how in ("before", "after"):
         for found in run_threads(2, in_backward, how):
             assert same(found, expected)
+
+
+def with_first_states(world: World) -> dict[str, Tensor]:
+    """The weights after a step of Adagrad, whose states are made with it, in a plain loop."""
+    model = sw.FSDP(dims(), world=world)
+    optim = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    both = torch.cat([rows(0, rank) for rank in range(2)])
+    squares(model, both.chunk(world.size)[world.rank]).backward()
+    optim.step()
+    return model.state_dict()
+
+
+def test_a_step_count_is_not_taken_for_a_state_of_a_parameter_without_dims():
+    """Both have the same shape, and the rank without the parameter's element steps too."""
+    ours, (expected,) = run_threads(2, with_first_states)[1], run_threads(1, accumulated)
+    assert all(difference(ours[name], expected[name]) < 1e-12 for name in expected)

@@ -28,7 +28,7 @@ from shardwise.core.errors import bad
 from shardwise.core.tools.tree import leaves
 from shardwise.engine.optimizer import optimizer_state as groups
 from shardwise.engine.optimizer.norm import counts, squares
-from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec, even_out
+from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec, even_out, is_fused
 from shardwise.engine.optimizer.owners import Owners
 from shardwise.engine.precision import HALF
 from shardwise.techniques.data.checksum import versions
@@ -155,7 +155,7 @@ class ShardedOptimizer(Optimizer, ABC):
 
     @property
     def skips_on_device(self) -> bool:
-        fused = all(group.get("fused") for group in self.param_groups)
+        fused = all(map(is_fused, self.param_groups))
         return fused and hasattr(self.torch, "_step_supports_amp_scaling")
 
     @contextmanager

@@ -7,7 +7,7 @@ unknown option or a negative rate raises there.
 
 import inspect
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any, TypedDict, Unpack
@@ -111,11 +111,8 @@ class OptimizerSpec:
         probe = nn.Parameter(torch.zeros(2, 2, dtype=torch.float32, device="cpu"))
         try:
             if self.kind.__module__.startswith(("torch.optim", "shardwise.")):
-                with torch.device("cpu"):  # the step checks what the constructor does not
-                    optimizer = self.kind([probe], **self.fastest(own))
-                    for _ in range(2):
-                        probe.grad = torch.zeros_like(probe)
-                        optimizer.step()
+                # the steps check what the constructor does not
+                _steps(self.kind([probe], **self.fastest(own)), probe, 2)
             else:
                 self.kind([{"params": [probe], **own}], **self.options)
         except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
@@ -152,9 +149,7 @@ class OptimizerSpec:
     ) -> dict[str, Any]:
         """The state of a tensor of that group after a step."""
         probe = nn.Parameter(torch.zeros(tuple(sizes), dtype=dtype, device="cpu"))
-        optimizer = self.alone(group, probe)
-        probe.grad = torch.zeros_like(probe)
-        optimizer.step()
+        _steps(optimizer := self.alone(group, probe), probe, 1)
         return optimizer.state.get(probe, {})
 
     def warn_unmatched(self, names: Sequence[str]) -> None:
@@ -174,10 +169,8 @@ class OptimizerSpec:
         its parameters, and the rest.
         """
         groups = [{"params": [], **own, "name": name} for name, _, own in self.members]
-        for group, (_, spec, own) in zip(groups, self.members, strict=True):
+        for group in groups:
             group["param_names"] = []
-            if (spec.options | own).get("dampening"):
-                group["fused"] = False  # see even_out
         for name, p in named:
             group = groups[self.number(name, p.dim())]
             group["params"].append(p)
@@ -197,6 +190,13 @@ class OptimizerSpec:
         chosen = {"fused", "foreach", "differentiable"} & options.keys()
         fusable = "fused" in inspect.signature(self.kind).parameters and not chosen
         return options | ({"fused": True} if fusable else {})
+
+
+def _steps(optimizer: Optimizer, p: nn.Parameter, number: int) -> None:
+    p.grad = torch.zeros_like(p)
+    with torch.device("cpu"):
+        for _ in range(number):
+            optimizer.step()
 
 
 def written(kind: type[Optimizer]) -> str:
@@ -372,12 +372,15 @@ def even_out(optimizer: Optimizer) -> None:
     """Create as zeros the momenta that a fused SGD is about to update and does not have yet.
 
     The kernel takes a list with all of them or none, and parameters differ in whether they have had
-    a gradient.  (With dampening the first momentum is not the damped sum with zero: not fused.)
+    a gradient.  With dampening the first momentum is not the damped sum with zero: not fused.
     """
-    if not isinstance(optimizer, torch.optim.SGD):
-        return
-    for group in (group for group in optimizer.param_groups if group.get("fused")):
-        for p in (p for p in group["params"] if group["momentum"] and p.grad is not None):
-            state = optimizer.state[p]
-            if state.get("momentum_buffer") is None:
-                state["momentum_buffer"] = torch.zeros_like(p)
+    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
+        group["fused"] = is_fused(group)
+        for p in group["params"] if group["fused"] and group["momentum"] else ():
+            if p.grad is not None and optimizer.state[p].get("momentum_buffer") is None:
+                optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+
+
+def is_fused(group: Mapping[str, Any]) -> bool:
+    """Whether torch's fused kernel updates this group."""
+    return bool(group.get("fused")) and not group.get("dampening")
