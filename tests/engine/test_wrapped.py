@@ -397,5 +397,5 @@ def with_first_states(world: World) -> dict[str, Tensor]:
 
 def test_a_step_count_is_not_taken_for_a_state_of_a_parameter_without_dims():
     """Both have the same shape, and the rank without the parameter's element steps too."""
-    ours, (expected,) = run_threads(2, with_first_states)[1], run_threads(1, accumulated)
+    ours, (expected,) = run_threads(2, with_first_states)[1], run_threads(1, with_first_states)
     assert all(difference(ours[name], expected[name]) < 1e-12 for name in expected)
