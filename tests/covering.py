@@ -172,9 +172,8 @@ def written() -> set[Pair]:
 
 
 def thinned(plans: list[Words]) -> list[Words]:
-    """The plans without words whose pairs other plans have, the last factors first.
-
-    So a plan has few ranks and few words that take long, and says more when it fails.
+    """The plans without words whose pairs other plans have, the last factors first. So a plan has
+    few ranks and few words that take long, and says more when it fails.
     """
     times = Counter([*written(), *(pair for words in plans for pair in pairs_of(words))])
     for words in plans:

@@ -33,9 +33,8 @@ ENVIRONMENT = dict(os.environ)
 
 
 class Origin:
-    """Environment and streams of a process that is started.
-
-    If not given, they are those that the process that starts it has at that time.
+    """Environment and streams of a process that is started. If not given, they are those that the
+    process that starts it has at that time.
     """
 
     def __init__(

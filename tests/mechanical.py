@@ -218,9 +218,8 @@ def watched(file: Path) -> ast.Module:
 
 
 def draw(called: Collection[int], kept: Collection[str] = ()) -> list[str]:
-    """The names of the drawn faults, of functions with these flags; those kept first.
-
-    A function is drawn, then one of the rules that hold in it, then a place.
+    """The names of the drawn faults, of functions with these flags; those kept first. A function is
+    drawn, then one of the rules that hold in it, then a place.
     """
     drawn = list[str]()
     for folder, count in DRAWN.items():

@@ -79,9 +79,8 @@ def _function(value: Any) -> str:
 
 
 class Recorder:
-    """Writes for each test that passes which functions of the package it calls, in any process.
-
-    A byte of a file stands for each function. The processes of a test run share it.
+    """Writes for each test that passes which functions of the package it calls, in any process. A
+    byte of a file stands for each function. The processes of a test run share it.
     """
 
     def __init__(self, folder: Path) -> None:

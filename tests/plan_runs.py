@@ -134,7 +134,6 @@ class Expected:
 
 def foretell(proof: Proof, expected: Expected, on_ranks: "OnRanks") -> list[list[Prediction]]:
     """Of every rank the predictions of its steps, its evaluation, and its step from a checkpoint.
-
     Made before any rank starts. Ranks with the same parts and shapes of batches share a recording.
     """
     plan, task, made = proof.plan, proof.task, dict[object, Prediction]()
@@ -231,9 +230,8 @@ def kept(boxes: Sequence[Box]) -> list[Box]:
 
 
 def overflowing(engine: Engine, task: Task) -> tuple[bool, float, bool]:
-    """A step in which a gradient of the last rank alone is infinite.
-
-    Returns whether it was skipped, the factor of the loss scale, and whether all states stayed.
+    """A step in which a gradient of the last rank alone is infinite. Returns whether it was
+    skipped, the factor of the loss scale, and whether all states stayed.
     """
     before, scale = kept(engine.boxes()), engine.scale.value
     norms = [p for name, p in engine.model.named_parameters() if "norm" in name]

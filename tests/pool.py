@@ -158,9 +158,8 @@ def run_gloo(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def run_gpu(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Run `function(world, *args)` on as many GPUs, or on threads that share the first one.
-
-    What it returns must be on the host.
+    """Run `function(world, *args)` on as many GPUs, or on threads that share the first one. What it
+    returns must be on the host.
     """
     if ranks > torch.cuda.device_count():
         return _on_threads(torch.device("cuda", 0), ranks, function, args)

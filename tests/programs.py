@@ -96,9 +96,8 @@ def start_program(
     variables: Mapping[str, str] | None = None,
     host: str = "",
 ) -> Program:
-    """Start `python argv` in a folder, with these variables beside those of this process.
-
-    `host` is a network namespace (tests/comm/hosts.py).
+    """Start `python argv` in a folder, with these variables beside those of this process. `host` is
+    a network namespace (tests/comm/hosts.py).
     """
     return Program(argv, folder, os.environ | dict(variables or {}), host)
 

@@ -44,9 +44,8 @@ def parameters(name: str) -> Iterator[str]:
 
 
 def arguments(public: Any) -> Iterator[str]:
-    """The arguments of a function or a class that is called, in their order.
-
-    Of a protocol its methods.
+    """The arguments of a function or a class that is called, in their order. Of a protocol its
+    methods.
     """
     if getattr(public, "_is_protocol", False):
         yield from (name for name in vars(public) if not name.startswith("_"))

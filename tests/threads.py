@@ -77,7 +77,6 @@ class Threads(Transport):
 
     def _meet(self, mine: Any, read: Callable[[list[Any]], Tensor], out: Tensor) -> Pending[Any]:
         """Show `mine`; write in `out` the new tensor that `read` computes from all shown tensors.
-
         `out` may be the tensor that this rank shows: no rank writes before all have read.
         """
         slots, gate = self.board.slots, self.board.gate

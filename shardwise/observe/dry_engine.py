@@ -156,9 +156,10 @@ def step_peaks(
         try:
             return DryRun(model, few.plan, options, rank).peaks(few.batch)
         except UNKNOWN as error:
-            if any(p.is_meta for p in model.parameters()):
-                if isinstance(error, InputError):
-                    raise
+            has_values = not any(p.is_meta for p in model.parameters())
+            if not has_values and isinstance(error, InputError):
+                raise
+            if not has_values:
                 raise valueless(model) from error
         return DryRun(model, few.plan, options, rank, real=True).peaks(few.batch)
 

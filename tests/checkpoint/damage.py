@@ -31,9 +31,8 @@ class Damage(NamedTuple):
 
 
 def damages(whole: Path, others: Sequence[Path], seed: int) -> Iterator[Damage]:
-    """Every kind of damage to every file, at places of the seed.
-
-    `others` are the checkpoints of another step of this run, and of the same step of another one.
+    """Every kind of damage to every file, at places of the seed. `others` are the checkpoints of
+    another step of this run, and of the same step of another one.
     """
     places = random.Random(seed)
     names = sorted(path.name for path in whole.iterdir())

@@ -55,7 +55,6 @@ def until(file: Path) -> None:
 
 def saved_both_ways(world: World, folder: str, plan: str) -> set[str]:
     """Checkpoints of step 2, the second written after two more steps, which changed these weights.
-
     It is `async`, and waits for the file `go`.
     """
     model, options, step = trained(world, plan)
@@ -123,9 +122,8 @@ def unreported(save: Any, report: dict[str, str]) -> None:
 
 
 def failing(world: World, folder: str, rank: int, silent: bool) -> list[list[str]]:
-    """The error on this rank after a write fails on `rank`, which reports nothing if `silent`.
-
-    By `result`; and in another save by the next step, then by the next save.
+    """The error on this rank after a write fails on `rank`, which reports nothing if `silent`. By
+    `result`; and in another save by the next step, then by the next save.
     """
     engine = engine_of(world, "dp2 zero3 fp64")
     steps(engine, 0, 1)

@@ -51,9 +51,8 @@ def kept(world: World) -> list[tuple[list[Box], dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints of two steps of one run, saved by two ranks.
-
-    In the folder `another`, the weights of the first step are those of the second of another run.
+    """The checkpoints of two steps of one run, saved by two ranks. In the folder `another`, the
+    weights of the first step are those of the second of another run.
     """
     folder = tmp_path_factory.mktemp("saved") / "run"
     ranks = run_threads(2, kept)
@@ -80,7 +79,6 @@ def test_no_damage_is_loaded_and_none_changes_the_engine(
     nth: int, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """More than 250 ways: bits, lengths, files missing, exchanged and of other checkpoints.
-
     `sw.load` refuses each in one paragraph that names the file, and leaves the engine as it was;
     `checkpoint inspect --deep` refuses each with exit code 2.
     """
@@ -110,9 +108,8 @@ def test_no_damage_is_loaded_and_none_changes_the_engine(
 def test_a_missing_file_is_no_missing_checkpoint(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """`missing_ok` starts anew without a checkpoint; one that lacks a file is refused.
-
-    A file of hundreds of gigabytes is not read to say that it is too short.
+    """`missing_ok` starts anew without a checkpoint; one that lacks a file is refused. A file of
+    hundreds of gigabytes is not read to say that it is too short.
     """
     engine = engine_of(alone(), "fp64")
     for file in (".metadata", "scalars.json", "manifest.json"):

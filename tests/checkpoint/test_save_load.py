@@ -257,7 +257,6 @@ def test_what_is_saved_goes_on(
     tmp_path: Path, how: str, at: int, optimizer: Any, here: str, there: str
 ):
     """Numbers, lists and counts of an optimizer, modules' extra state, and what else was saved.
-
     Also from before the first step, and where a layer has had no gradient yet.
     """
     run(here, str(tmp_path), optimizer, range(at + (how == "async")), how)
@@ -274,7 +273,6 @@ def test_what_is_saved_goes_on(
 
 def test_the_newest_stay_and_a_program_begins_or_continues_by_one_line(tmp_path: Path):
     """`keep` counts them, `load` of one that is named takes that one; `missing_ok` takes none.
-
     Loading into an engine that has trained leaves no state of it.
     """
     engine, other = engine_of(alone(), "fp64"), engine_of(alone(), "fp64")

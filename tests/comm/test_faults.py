@@ -64,9 +64,8 @@ def silence(monitor: HeartbeatMonitor, beat: Heartbeat) -> tuple[float, str]:
 
 
 def test_when_a_process_without_a_beat_is_frozen(sleeper: "subprocess.Popen[bytes]"):
-    """After the limit if the system says that it is stopped; if it may only be slow, after four.
-
-    A listener that did not run for an hour itself has heard no silence.
+    """After the limit if the system says that it is stopped; if it may only be slow, after four. A
+    listener that did not run for an hour itself has heard no silence.
     """
     monitor, beat = HeartbeatMonitor(LIMITS, HERE), Heartbeat(1, sleeper.pid, HERE)
     monitor.receive(beat, 1.0)
@@ -138,9 +137,8 @@ def test_ranks_that_all_wait_are_told(idle_s: float, left: bool, said: str | Non
 
 
 def test_a_rank_that_waits_for_its_gpu_waits_for_others(monkeypatch: pytest.MonkeyPatch):
-    """NCCL's collectives return at once: it stays in a call, such as `.item()`, with its stack.
-
-    A rank that torch's own modules keep busy, as to write a checkpoint, does not wait for others.
+    """NCCL's collectives return at once: it stays in a call, such as `.item()`, with its stack. A
+    rank that torch's own modules keep busy, as to write a checkpoint, does not wait for others.
     """
     monkeypatch.setattr("shardwise.comm.start.peers._GPU_S", 0.05)
     monkeypatch.setattr("shardwise.comm.start.peers._is_busy", lambda gpu: gpu == 3)

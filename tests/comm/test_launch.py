@@ -333,9 +333,8 @@ LINE = 1 + next(i for i, line in enumerate(SCRIPT.split("\n")) if '"SOME"' in li
 @pytest.mark.full
 @pytest.mark.parametrize(("how", "where"), [("torchrun", "all"), ("torchrun", "1"), ("spawn", "1")])
 def test_an_input_error_is_one_paragraph(how: str, where: str, tmp_path: Path):
-    """From rank 0, or named by the one rank that has it; no worker prints a traceback.
-
-    What the script catches is shown by nobody; open files and atexit handlers are not lost.
+    """From rank 0, or named by the one rank that has it; no worker prints a traceback. What the
+    script catches is shown by nobody; open files and atexit handlers are not lost.
     """
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -395,7 +394,6 @@ def test_the_hook_of_a_rank(
     capsys: pytest.CaptureFixture[str],
 ):
     """Other errors are shown as before; several problems keep their lines, behind the place.
-
     Torchrun's file has torch's own form, with the time that makes it the first failure.
     """
     sys.excepthook(*raised(KeyError("x")))

@@ -101,7 +101,6 @@ def test_no_message_is_lost_or_changed_whatever_their_sizes(acts: list[tuple[int
 @pytest.mark.parametrize("full", [False, True])
 def test_a_message_is_used_once_in_its_wait(overtaken: bool, full: bool):
     """Where it lies, or where it was put when a later one was waited for, or when gloo brought it.
-
     In every case it is taken out: what comes next has its place.
     """
     a, b, queues = pair()
@@ -188,9 +187,8 @@ def test_ranks_share_memory_where_they_can(
 
 
 def looked_at(world: World, value: str) -> tuple[list[bool], int, int]:
-    """Whether links share memory under that value of the switch, by default and if asked.
-
-    And how many handles of mailboxes are open, and maps: Python keeps a handle for each map.
+    """Whether links share memory under that value of the switch, by default and if asked. And how
+    many handles of mailboxes are open, and maps: Python keeps a handle for each map.
     """
     os.environ[SWITCH] = value
     try:

@@ -68,7 +68,6 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("how", ["DDP", "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"])
 def test_a_plain_loop_sends_tensors_of_its_device(how: str) -> None:
     """A backward pass ends without a wait: each reads, where it begins, what the one before summed.
-
     So do clipping, evaluation, the state and unwrapping.
     """
     ranks = 4 if "HYBRID" in how else 2

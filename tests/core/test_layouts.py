@@ -72,7 +72,6 @@ def test_what_is_done(src: Placement, dst: Placement, what: str, adjoint: str):
 @given(st.integers(2, 64), st.integers(0, 10**9))
 def test_ring_bound(n: int, block: int):
     """A gather sends its own block on n-1 times; a reduction to all costs a reduction and a gather.
-
     With even blocks the prices are whole numbers, exactly.
     """
     numel = n * n * block

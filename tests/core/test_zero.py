@@ -37,9 +37,8 @@ STAGES = ("zero1", "zero2", "zero3")
 
 @pytest.mark.parametrize("n", TABLE_1)
 def test_zero_table_1(n: int):
-    """Bytes a device are the paper's, to its last digit (it rounds some and truncates some).
-
-    So are the bytes that are predicted of a model of that size.
+    """Bytes a device are the paper's, to its last digit (it rounds some and truncates some). So are
+    the bytes that are predicted of a model of that size.
     """
     for numel, row in zip(PARAMETERS, TABLE_1[n], strict=True):
         model = ModelShape((UnitShape("all", (ParamShape("w", (int(numel),), "bfloat16"),)),))

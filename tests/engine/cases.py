@@ -173,9 +173,8 @@ def options_of(task: Task, case: Case, kernels: Kernels = "cpu") -> EngineOption
 
 
 def oracle(task: Task, case: Case, dtype: torch.dtype | None = torch.float64) -> Run:
-    """The same in one process and plain PyTorch, the global batch in one piece.
-
-    A model with layers of experts, whose losses are those of a microbatch, in the plan's pieces.
+    """The same in one process and plain PyTorch, the global batch in one piece. A model with layers
+    of experts, whose losses are those of a microbatch, in the plan's pieces.
     """
     model, run, plan = task.make().to(dtype), Run(), Plan.parse(case.plan).completed(None)
     model.train()

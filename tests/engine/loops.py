@@ -18,7 +18,6 @@ Loop = Callable[["Side"], None]
 @dataclass
 class Side:
     """One of the two: the module, this rank's share of a step's rows, and what may differ.
-
     `backward(loss_of)` runs the loss of every share this side is responsible for.
     """
 

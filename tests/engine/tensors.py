@@ -170,10 +170,9 @@ def holds(
 
 
 def assert_pieces(ranks: list[list[Piece]], wholes: dict[str, Tensor], tolerance: float) -> None:
-    """Every rank's pieces are those of the wholes, relative to the largest element.
-
-    Where that is less than a thousandth of the largest of all tensors, to the thousandth: a
-    gradient that is zero but for rounding has no digits.
+    """Every rank's pieces are those of the wholes, relative to the largest element. Where that is
+    less than a thousandth of the largest of all tensors, to the thousandth: a gradient that is zero
+    but for rounding has no digits.
     """
     largest = max(float(w.abs().max()) for w in wholes.values())
     times = {name: torch.zeros(whole.shape) for name, whole in wholes.items()}

@@ -88,9 +88,8 @@ def test_a_batch_without_any_token_changes_nothing(plan):
 
 
 def test_a_batch_is_split_into_parts_that_differ_by_a_row_at_most():
-    """Tensors are split along dim 0 in any container; values without rows go to every part.
-
-    Fewer rows than parts leave the last ones empty; tensors that disagree on rows are named.
+    """Tensors are split along dim 0 in any container; values without rows go to every part. Fewer
+    rows than parts leave the last ones empty; tensors that disagree on rows are named.
     """
     batch = {"a": torch.arange(5), "b": [torch.ones(5, 2), torch.tensor(7.0)], "c": "text"}
     parts = split(batch, 3)
@@ -122,7 +121,6 @@ def test_a_batch_that_cannot_be_cut_names_what_cuts_it(plan: str, word: str, bat
 
 def test_a_stand_in_has_the_shape_of_what_it_stands_for():
     """A batch without rows becomes zeros of the same dtypes and widths; others are left alone.
-
     Under fp64 floats have 64 bits; under bf16 they stay; whole numbers stay whole; on a device
     tensors are copied at any depth.
     """

@@ -177,9 +177,8 @@ def masked(rank: int, seed: int = 0) -> dict[str, Any]:
 
 
 def test_batches_are_compared_by_what_can_be():
-    """The order of keys is no difference, nor is what is no tensor; what is beside a mask is.
-
-    Of numbers that are not whole the last digits are no difference; a single value is.
+    """The order of keys is no difference, nor is what is no tensor; what is beside a mask is. Of
+    numbers that are not whole the last digits are no difference; a single value is.
     """
     sums = partial(consistency.batch_checksum, device=torch.device("cpu"))
     same = consistency._same_batch

@@ -142,10 +142,9 @@ COUNTS = 4 * 4  # bytes of the step counts of four parameters, which an update c
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", ["dp2 zero2 offload:optim@disk", "dp2 zero3 offload:param@disk"])
 def test_a_slow_disk_is_waited_for(plan: str, monkeypatch: pytest.MonkeyPatch):
-    """More chunks than buffers, all slow: parity, no deadlock, and the run says how it waited.
-
-    The file holds the states, each in whole pages, and nothing else; a model of twice the size
-    needs no more host memory.
+    """More chunks than buffers, all slow: parity, no deadlock, and the run says how it waited. The
+    file holds the states, each in whole pages, and nothing else; a model of twice the size needs no
+    more host memory.
     """
     monkeypatch.setattr("shardwise.core.chunks.CHUNK_NUMEL", 512)
     made, buffers = slow_down(monkeypatch, DELAY_S), set[int]()

@@ -150,7 +150,6 @@ WHOLE = {
 @pytest.mark.parametrize("plan", WHOLE)
 def test_masks(plan: str):
     """Whole activations have one mask, sharded ones one on each rank; all at the layers' rates.
-
     From a saved state a rank draws the same masks again.
     """
     ranks = run_gloo(int(plan[2]), masks_of_steps, plan)
@@ -314,7 +313,6 @@ def quiet(x: Tensor) -> Tensor:
 
 def test_the_mode_is_entered_only_where_something_draws():
     """In the first pass, after passes of which one drew, and where a layer has a rate above 0.
-
     Dropout of 0, dropout in eval mode and attention without it leave the generator alone.
     """
     assert torch.equal(drawn(1, True, quiet)[1], torch.Generator().manual_seed(7).get_state())

@@ -106,9 +106,8 @@ def last_of(plan: str, kind: str) -> int:
 
 
 def check(plan: str, kind: str, clip: float | None, run: Callable[..., Any] = run_threads) -> None:
-    """The last rank's fault is raised by all ranks in the same words, and nothing has changed.
-
-    A program may catch it and go on.
+    """The last rank's fault is raised by all ranks in the same words, and nothing has changed. A
+    program may catch it and go on.
     """
     ranks = ranks_of(plan)
     last = last_of(plan, kind)
@@ -336,9 +335,8 @@ BOTH = "Write instead: a test of both machines"
 def test_a_wrong_gradient_of_one_rank_is_named(
     broken: threading.local, plan: str, passes: set[int], said: tuple[str, str]
 ):
-    """With its step, before the update, on all ranks; the first pass of a rank is a repetition.
-
-    If a rank computes both passes wrong, the error names it and not one of the two others.
+    """With its step, before the update, on all ranks; the first pass of a rank is a repetition. If
+    a rank computes both passes wrong, the error names it and not one of the two others.
     """
     for found in run_threads(ranks_of(plan), until_found, broken, plan, 1, passes, 60):
         assert found.startswith(f"{WRONG}: Given: the gradient of outer.weight in step {WRONG} ")

@@ -273,9 +273,8 @@ def wrapped(world: World, how: str, module: nn.Module) -> nn.Module:
 
 
 def compiled(world: World, how: str, when: str, backend: str) -> tuple[dict[str, Tensor], Any]:
-    """Two steps with what a loop calls: no_sync, clipping, unwrap; and the graphs of them.
-
-    The weights have the names of the checkpoint, after `sw.unwrap` too.
+    """Two steps with what a loop calls: no_sync, clipping, unwrap; and the graphs of them. The
+    weights have the names of the checkpoint, after `sw.unwrap` too.
     """
     started()
     before, after = WHENS[when]
@@ -319,7 +318,6 @@ COMPILED = [
 @pytest.mark.parametrize(("how", "when", "backend"), COMPILED)
 def test_compiled_models_train_as_plain_ones(how: str, when: str, backend: str):
     """Compiled before or after; `no_sync`, clipping, `unwrap` and names are as without a compiler.
-
     Blocks share a graph, which breaks nowhere; of a whole model, a graph ends where a unit begins
     and ends. Where operations are followed, the compiler is not used.
     """

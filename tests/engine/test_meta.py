@@ -135,7 +135,6 @@ def own_weights(world: World, plan: str, seed: int) -> tuple[dict[str, Tensor], 
 
 def test_modules_make_their_own_weights_the_same_on_any_layout():
     """Without a fill, each module's reset_parameters, keyed by seed and name, on 1, 2, 4 ranks.
-
     Norms are ones, biases of attention zeros; matrices are within torch's bounds, no two equal.
     """
     expected, _ = own_weights(alone(), "fp32", 1)

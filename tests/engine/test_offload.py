@@ -116,7 +116,6 @@ def test_an_error_of_an_update_on_the_hosts_thread_is_raised(word: str):
 
 def measured(world: World, plan: str, what: str) -> tuple[int, list[int], int, int, list[Any]]:
     """Of the last of three steps the most bytes of a category on the device, beside units' bytes.
-
     What rests there, how much the optimizer's host memory grew, and leaks.
     """
     engine = build(world, TASK, Case(plan))

@@ -60,7 +60,6 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_elementwise_optimizer_works_on_pieces(optimizer: str):
     """Each class of torch.optim updates pieces (some of them empty) as it updates the whole.
-
     Whatever it keeps of a parameter is predicted.
     """
     kind, options = OPTIMIZERS[optimizer]
@@ -195,9 +194,8 @@ class Lamb(Optimizer):
 
 
 def fsdp(world: World, of: Any, after: bool, said: bool) -> str:
-    """The weights after a first step in a plain loop, or the error.
-
-    The optimizer is made before the wrapping, or after it.
+    """The weights after a first step in a plain loop, or the error. The optimizer is made before
+    the wrapping, or after it.
     """
     module = settled(nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)))
     optim: Any = None if after else of(module.parameters(), lr=0.5)
@@ -215,7 +213,6 @@ def fsdp(world: World, of: Any, after: bool, said: bool) -> str:
 
 def test_pieces_are_only_for_what_is_known_to_update_elements():
     """A piece of a matrix has two dimensions: a class for matrices would compute something else.
-
     The optimizer is made before the wrapping or after it; one that is known to, or said to, trains.
     """
     for after in (False, True):

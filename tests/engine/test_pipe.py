@@ -336,7 +336,6 @@ def engine_losses(world: World, how: str, plan: str) -> list[float]:
 @pytest.mark.parametrize("how", HOWS)
 def test_a_forward_that_reads_numbers(how: str, plan: str):
     """Each microbatch of one shape runs what it runs in one process, also if its tokens differ.
-
     What is read of activations is the same in all of them.
     """
     expected = pytest.approx(engine_losses(alone(), how, "accumulate:4 fp64"), rel=1e-10)

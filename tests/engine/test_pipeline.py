@@ -86,10 +86,9 @@ CASES = [
 @pytest.mark.cases(6)
 @pytest.mark.parametrize(("plan", "name", "options"), CASES)
 def test_models(plan: str, name: str, options: dict[str, Any]):
-    """Frozen stages, skips, parameters that nobody or several stages use.
-
-    fp64: 3 steps are one process's, 1e-10; bytes and memory as predicted. Nine rows, which eight
-    microbatches do not divide; gradients are clipped.
+    """Frozen stages, skips, parameters that nobody or several stages use. fp64: 3 steps are one
+    process's, 1e-10; bytes and memory as predicted. Nine rows, which eight microbatches do not
+    divide; gradients are clipped.
     """
     work = task(name) if name in MODELS else Task(gpt_task("tied").make, untold)
     holds(run_threads, work, Case(f"{plan} fp64", clip=0.5, **options))
@@ -158,9 +157,8 @@ def along(held: Held) -> dict[tuple[str, str], int]:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("plan", ["pp4 gpipe:2", "pp2 zb-h1:6", "pp2 interleaved:2x2"])
 def test_bytes_are_those_of_the_stream(plan: str, tied: bool):
-    """[B, T, D] forward over each cut and back, whatever the microbatches; a loss; a tied weight.
-
-    A sum of two ranks' gradients sends as many bytes as the weight has.
+    """[B, T, D] forward over each cut and back, whatever the microbatches; a loss; a tied weight. A
+    sum of two ranks' gradients sends as many bytes as the weight has.
     """
     work = Task(partial(four, tied), partial(text, rows=ROWS))
     ranks = run_threads(ranks_of(plan), train, work, Case(f"{plan} fp32"))

@@ -89,7 +89,6 @@ class Aside(nn.Module):
 
 def trains(loss_of: LossOf, passes: int = 1, *, apart: bool = False) -> Loop:
     """A loop of three steps, each of so many passes; `loss_of(model, rows)` is a mean over rows.
-
     With `apart`, each share has a loss of its own, of which the mean is taken.
     """
 

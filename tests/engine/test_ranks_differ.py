@@ -200,9 +200,8 @@ LOOPS = [
 @pytest.mark.cases(6)
 @pytest.mark.parametrize(("how", "what", "said"), LOOPS)
 def test_plain_loops_compare_them_too(how: str, what: str, said: str, numbers: str):
-    """Options of an optimizer with the next backward pass; where a GPU computes, one later.
-
-    The stages of a pipe sum numbers in the second call of each EVERY.
+    """Options of an optimizer with the next backward pass; where a GPU computes, one later. The
+    stages of a pipe sum numbers in the second call of each EVERY.
     """
     ranks = 4 if "HYBRID" in how else 2
     step = CHANGED + 1 + (how == "Pipe") + (numbers == "late")
@@ -213,7 +212,6 @@ def test_plain_loops_compare_them_too(how: str, what: str, said: str, numbers: s
 
 def scaled(world: World, scaler: type[torch.amp.GradScaler]) -> list[float]:
     """The steps after which the optimizer has updated; one rank's gradients overflow in the third.
-
     -1 for a step that raises, and names the scaler that skips on all ranks.
     """
     wrapped, scale = sw.FSDP(model(), world=world), scaler("cpu")

@@ -120,9 +120,8 @@ TIERS = [
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", TIERS)
 def test_bytes_by_tier(plan: str):
-    """At the loss the device keeps what is outside of blocks, the host the rest, to the byte.
-
-    The host keeps what a schedule has under way, and a rank fetches two blocks at most.
+    """At the loss the device keeps what is outside of blocks, the host the rest, to the byte. The
+    host keeps what a schedule has under way, and a rank fetches two blocks at most.
     """
     for measured, predicted in run_threads(2, on_tiers, plan):
         assert measured == predicted
@@ -198,9 +197,8 @@ class Doubled(TorchFunctionMode):
 
 
 def passed(model: nn.Module, *, twice: bool = True) -> dict[str, Tensor]:
-    """Gradients and buffers after a pass, `twice` backward, and the state of the generator.
-
-    The forward runs in a mode, as that in which models of transformers compute in fp64.
+    """Gradients and buffers after a pass, `twice` backward, and the state of the generator. The
+    forward runs in a mode, as that in which models of transformers compute in fp64.
     """
     torch.manual_seed(1)
     x = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -236,9 +234,8 @@ def test_nothing_but_memory_changes(kind: str):
 
 @pytest.mark.parametrize("kind", [FULL, SELECTIVE])
 def test_operations_that_are_added(kind: str):
-    """Full computes every product of a block again.
-
-    Selective computes the scores of attention again, and a product that was written to in place.
+    """Full computes every product of a block again. Selective computes the scores of attention
+    again, and a product that was written to in place.
     """
 
     def counted(how: str | None) -> int:

@@ -82,7 +82,6 @@ def test_a_parameter_that_has_had_no_gradient_is_saved_and_begins_afresh(
     first, dampening, tmp_path
 ):
     """`never` has none, `side` none in step 1: neither is missing, and none inherits a step count.
-
     With dampening, a momentum of zeros is another beginning than none.
     """
     options: dict[str, Any] = {"options": {"lr": 0.05, "weight_decay": 0.2}}

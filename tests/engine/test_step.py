@@ -76,9 +76,8 @@ def with_looks_in_between(world: World, task: Task, case: Case) -> Held:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_looking_at_the_model_between_steps_changes_nothing(plan):
-    """evaluate, eval(), no_grad, inference_mode and a forward without backward leave no trace.
-
-    Nor does a backward pass of the program's own, which is refused.
+    """evaluate, eval(), no_grad, inference_mode and a forward without backward leave no trace. Nor
+    does a backward pass of the program's own, which is refused.
     """
     case = Case(f"{plan} fp64", clip=1.0)
     assert_parity(run_threads(2, with_looks_in_between, STACK, case), oracle(STACK, case), 1e-10)
@@ -299,9 +298,8 @@ def left_by_calls(world: World, plan: str, folder: str, sends: bool) -> dict[str
     ],
 )
 def test_a_call_leaves_the_model_as_it_found_it(plan, sends, counts, tmp_path):
-    """Modes, frozen parameters, the default dtype, random states, and what a rank has counted.
-
-    A step counts in all its microbatches, from what rank 0 had counted before.
+    """Modes, frozen parameters, the default dtype, random states, and what a rank has counted. A
+    step counts in all its microbatches, from what rank 0 had counted before.
     """
     for rank, found in enumerate(run_gloo(2, left_by_calls, plan, str(tmp_path), sends)):
         for name in ("evaluate", "outputs", "save", "state", "refused"):
@@ -325,9 +323,8 @@ EACH_ROW = ["dp2 ddp", "dp2 zero1", "dp2 zero2", "dp2 zero3", "dp_replicate2 dp_
     "plan", ["dp_replicate2 dp_shard2 zero3", "dp2 ddp", "dp2 zero2", "dp2 zero3 accumulate:2"]
 )
 def test_parity_of_every_kind_of_model(plan: str, model: str):
-    """Sharing, freezing, lists of parameters, recomputation, any output: as in one process.
-
-    Bytes and memory are as predicted.
+    """Sharing, freezing, lists of parameters, recomputation, any output: as in one process. Bytes
+    and memory are as predicted.
     """
     holds(run_threads, TASKS[model], Case(f"{plan} fp64", clip=1.0, **SGD))
 

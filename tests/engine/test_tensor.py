@@ -60,7 +60,6 @@ OWN = [
 @pytest.mark.parametrize(("plan", "name"), OWN)
 def test_tables_of_ones_own_train(plan: str, name: str):
     """Biases, packed weights, recomputation, frozen parts, keys that ranks share: as one process.
-
     Bytes and memory are as predicted; what ranks share is summed and counted once.
     """
     case = Case(f"{plan} fp64", clip=0.5, **SGD)
@@ -283,9 +282,8 @@ def test_biases_and_parameters_around_tiles(plan: str):
 
 
 def test_tiled_layers_by_default():
-    """Layers with half the weights of the largest one, in as many tiles; no tied head.
-
-    Parameters, their identity and keys are those of the plain model.
+    """Layers with half the weights of the largest one, in as many tiles; no tied head. Parameters,
+    their identity and keys are those of the plain model.
     """
     for make, wanted in ((small_gpt, ["head", "gate", "up", "down"]), (tied_gpt, ["gate"])):
         plain = make()

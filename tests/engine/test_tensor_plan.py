@@ -56,9 +56,8 @@ def test_what_works_on_the_sequence_in_a_decoder():
 
 
 def test_plans_of_configurations_are_read():
-    """A style for the sequence would be read; one that we lack is refused, with the module.
-
-    A model without its head has the same table: the plan is the base model's.
+    """A style for the sequence would be read; one that we lack is refused, with the module. A model
+    without its head has the same table: the plan is the base model's.
     """
     model = made("llama")
     model._tp_plan = model._tp_plan | {"model.norm": "sequence_parallel"}

@@ -144,7 +144,6 @@ def counted(world: World, how: str) -> tuple[list[float], int]:
 @pytest.mark.parametrize("how", ["DDP", "FULL_SHARD", "DDP, each its own"])
 def test_every_step_begins_with_the_buffers_of_rank_0(how: str):
     """In one message; between the microbatches each rank keeps what it has counted, as in torch.
-
     With broadcast_buffers=False rank 0's are everyone's at the start only.
     """
     one, two = run_threads(2, counted, how)

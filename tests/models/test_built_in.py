@@ -208,9 +208,8 @@ def test_clusters_are_fitted_on_a_first_pass() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_models_gradients_add_up_in_fp64(name: str) -> None:
-    """The gradient of a batch is the token-weighted sum of its halves' to 1e-11.
-
-    So there is no dropout, no fp32 inside, and the loss is a mean over tokens: parity is defined.
+    """The gradient of a batch is the token-weighted sum of its halves' to 1e-11. So there is no
+    dropout, no fp32 inside, and the loss is a mean over tokens: parity is defined.
     """
     pytest.importorskip("transformers")
     found = find(f"hf:{name}")

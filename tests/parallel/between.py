@@ -46,7 +46,6 @@ class Block(zoo.Block):
 
 class Stack(nn.Module):
     """Four blocks, and modules that are defined before and after them; `glue(model, x)` calls them.
-
     Without it they are called one after the other.
     """
 

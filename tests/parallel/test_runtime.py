@@ -144,9 +144,8 @@ class Queue(Fake):
 
 
 def ends(rows: list[list[tuple[str, Any]]]) -> bool:
-    """Whether all is done where each queue carries out its calls in order, as NCCL does.
-
-    A call begins when the rank has done what it issued before, and ends when both ranks have begun.
+    """Whether all is done where each queue carries out its calls in order, as NCCL does. A call
+    begins when the rank has done what it issued before, and ends when both ranks have begun.
     """
     computed, done = [0] * len(rows), [set[int]() for _ in rows]
     while True:

@@ -85,7 +85,6 @@ def block_bytes(
     recompute: str = "none",
 ) -> int:
     """Bytes that one Block holds on `rank` of `ranks` between its forward and its backward.
-
     `tokens` are B sequences of T positions; `recompute` is "none", "selective", "full" or
     "partitioned". Counts the storages that autograd keeps alive on a CPU, each once: the block's
     input, not its output. Raises ValueError if the heads cannot be shared.
@@ -261,9 +260,8 @@ def units(blocks: int = 4, **more: Any) -> ModelShape:
 @pytest.mark.parametrize(("row", "volumes"), [("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 3)])
 @pytest.mark.parametrize("n", [2, 64])
 def test_volumes_of_the_paper(row: str, volumes: int, n: int):
-    """A step sends 2, 2, 2 and 3 times the model, (n-1)/n of it a rank (ZeRO, section 7).
-
-    Units used several times send what the table's own list of moves says.
+    """A step sends 2, 2, 2 and 3 times the model, (n-1)/n of it a rank (ZeRO, section 7). Units
+    used several times send what the table's own list of moves says.
     """
     for microbatches in (1, 3):
         told = step_bytes(Plan.parse(f"dp{n} {row} accumulate:{microbatches}"), units())
@@ -314,9 +312,8 @@ def test_bytes_of_tokens_are_between_bounds(name: str):
 
 
 def test_the_bounds_are_reached():
-    """Tokens that all stay on their rank send nothing, and tokens that all leave the most.
-
-    Where every token goes to every expert, there is one number.
+    """Tokens that all stay on their rank send nothing, and tokens that all leave the most. Where
+    every token goes to every expert, there is one number.
     """
     rows = moe.batch("topk", 2, 0)
     found = predict(moe.model("topk"), "dp2 ep2", rows, loss=moe_loss)

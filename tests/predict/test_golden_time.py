@@ -309,9 +309,8 @@ def limited() -> Cluster:
 
 
 def every_second(operations: tuple[Operation, ...]) -> list[Operation]:
-    """The products that torchtitan's selective recomputation repeats and that of a plan keeps.
-
-    Of each block, every second product with a weight.
+    """The products that torchtitan's selective recomputation repeats and that of a plan keeps. Of
+    each block, every second product with a weight.
     """
     by_block: dict[str, list[Operation]] = {}
     for each in operations:

@@ -120,7 +120,6 @@ def live(world: World, plan: str) -> tuple[int, dict[str, str]]:
 @pytest.mark.parametrize("share", [0.5, 0.0, 1.0])
 def test_a_budget_is_met_and_used(share: float):
     """The activations live after a forward are those predicted: the budget, less 5 % at most.
-
     Blocks are alike here: those that backward comes to last are recomputed.
     """
     least, most = (predicted(plan).activations for plan in ("fp64 recompute:full", "fp64"))

@@ -79,7 +79,6 @@ def recorded(plan: str, device: Any = "cpu") -> tuple[Operation, ...]:
 
 def test_flops_are_those_of_a_run():
     """As torch counts a step of one process; ranks of a tensor axis share them; causal is half.
-
     Torch does not count the attention of a CPU, whose backward pass has five products.
     """
     tokens = torch.zeros(3, 16, dtype=torch.long)

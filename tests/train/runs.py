@@ -28,9 +28,8 @@ Capture = pytest.CaptureFixture[str]
 
 
 def settings(folder: Path, plan: str = "fp64", **train: Any) -> config.Config:
-    """A run of seven steps over a text so short that it is read more than once.
-
-    Of 17 sequences an epoch, five a step, the last batch of an epoch has two.
+    """A run of seven steps over a text so short that it is read more than once. Of 17 sequences an
+    epoch, five a step, the last batch of an epoch has two.
     """
     text = folder.parent / "text"
     text.mkdir(exist_ok=True)

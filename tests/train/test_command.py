@@ -208,9 +208,8 @@ def _sent(line: str, program: Program, folder: Path) -> bool:
 
 @pytest.mark.full
 def test_a_run_is_interrupted_and_resumed_under_another_plan(tmp_path: Path) -> None:
-    """A signal to launcher and ranks, as of Slurm: exit code 0, and one checkpoint.
-
-    One rank continues the curve.
+    """A signal to launcher and ranks, as of Slurm: exit code 0, and one checkpoint. One rank
+    continues the curve.
     """
     endless = configured(tmp_path, "--nproc", "2", steps=100_000, eval_every=0, save_every=0)
     pids = tmp_path / "pids.py"

@@ -37,9 +37,8 @@ def settings(folder: Path, plan: str, model: dict[str, Any], **train: Any) -> co
     ],
 )
 def test_loads_do_not_depend_on_the_plan(plan: str, model: dict[str, Any], tmp_path: Path) -> None:
-    """Two ranks record what one rank does, resumed after two steps, with the clusters of before.
-
-    Of 17 rows the third step has one, which leaves a data rank without any; five under pp.
+    """Two ranks record what one rank does, resumed after two steps, with the clusters of before. Of
+    17 rows the third step has one, which leaves a data rank without any; five under pp.
     """
     rows = 5 if "pp" in plan else 8
     one = runs.run(settings(tmp_path / "one", "dp1", model, batch=rows, steps=3))
@@ -63,9 +62,8 @@ def test_loads_do_not_depend_on_the_plan(plan: str, model: dict[str, Any], tmp_p
 
 
 def used(world: World, folder: str, words: str) -> tuple[list[Any], str]:
-    """Bytes read and written: predicted of two steps, in the steps, and in an evaluation.
-
-    And what rank 0 says of the disk.
+    """Bytes read and written: predicted of two steps, in the steps, and in an evaluation. And what
+    rank 0 says of the disk.
     """
     engine: Any = sw.parallelize(
         torch.nn.Linear(300, 300),

@@ -171,9 +171,8 @@ def moments(world: World, model: str, plan: Plan) -> bool:
 
 
 def as_foreseen(event: Event, foreseen: Event) -> bool:
-    """Each category is equal, kept activations but for flags; beside them is no more.
-
-    Messages of the update may be.
+    """Each category is equal, kept activations but for flags; beside them is no more. Messages of
+    the update may be.
     """
     read, theory = event.by_category, foreseen.by_category
     same = all(abs(read[c] - theory[c]) <= SMALL_BYTES * (c == KEPT) for c in PREDICTED)

@@ -64,9 +64,8 @@ class Block(nn.Module):
 
 
 class Layers(nn.Module):
-    """Four blocks, of which the second is frozen, after a norm of each row.
-
-    The norm's running statistics are sent as any other's; they do not depend on the rows.
+    """Four blocks, of which the second is frozen, after a norm of each row. The norm's running
+    statistics are sent as any other's; they do not depend on the rows.
     """
 
     def __init__(self, factor: float) -> None:

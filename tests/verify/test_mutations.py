@@ -46,7 +46,6 @@ def functions() -> dict[tuple[str, str], Any]:
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_stays() -> Iterator[None]:
     """The package is afterwards what it was: ranks are threads, which could undo a patch twice.
-
     Each proof collects garbage: what was there before it need not be looked through.
     """
     before = functions()

@@ -74,7 +74,6 @@ def test_what_is_forbidden_is_refused_with_what_is_allowed(name: str):
 
 def test_activations_in_memory():
     """Under 1F1B rank r holds min(p-r, m), under GPipe m; zero-bubble schedules no more than 1F1B.
-
     The 2p chunks of ZB-V are as much as 1F1B's p stages.
     """
     for p, m in SQUARE:
@@ -86,9 +85,8 @@ def test_activations_in_memory():
 
 
 def test_spans_of_zero_bubble_schedules():
-    """ZB-H1 takes 3m+p-1 from p microbatches up, 2m+2p-1 below; ZB-V 6m+p-1 from p up.
-
-    No V is shorter: some rank has as much to do, after a time before which none can reach it.
+    """ZB-H1 takes 3m+p-1 from p microbatches up, 2m+2p-1 below; ZB-V 6m+p-1 from p up. No V is
+    shorter: some rank has as much to do, after a time before which none can reach it.
     """
     for p, m in SQUARE:
         one, v = (clock(build(f"{name}:{m}", p)).makespan for name in ("zb-h1", "zb-v"))
@@ -119,9 +117,8 @@ def test_dapple_warms_up_as_its_policy_says(policy: str):
 
 
 def test_pipedream_keeps_p_minus_s_versions():
-    """Stage s keeps p-s versions of its weights, and with vertical sync every stage keeps p.
-
-    Each microbatch uses the version that is newest at its F: on its stage, or on the first.
+    """Stage s keeps p-s versions of its weights, and with vertical sync every stage keeps p. Each
+    microbatch uses the version that is newest at its F: on its stage, or on the first.
     """
     assert versions(build("zb-v:4", 2)) == (1,) * 4  # of a synchronous schedule
     for p, m in SQUARE:

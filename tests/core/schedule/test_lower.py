@@ -41,9 +41,8 @@ def test_two_ranks_of_1f1b():
 
 @pytest.mark.parametrize("name", LIBRARY)
 def test_channels_keep_their_order_and_proofs_are_facts(name: str):
-    """Between two ranks the order of sends is that of receives, for every size.
-
-    In an order in which the steps can be done, no proof comes before its fact, and none twice.
+    """Between two ranks the order of sends is that of receives, for every size. In an order in
+    which the steps can be done, no proof comes before its fact, and none twice.
     """
     for n in sizes(name):
         schedule = lower(LIBRARY[name].build(n))

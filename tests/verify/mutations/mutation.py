@@ -30,9 +30,8 @@ ROW = re.compile(r"(.+) \[(.+?)(?: of (\w+))?\](?: (.+))?")
 
 @dataclass(frozen=True)
 class Mutation:
-    """A sabotage. `refused_by` is one of parity, bytes, memory, coverage and error.
-
-    Others are facts of the engine that a proof does not state, but the tests (facts.py).
+    """A sabotage. `refused_by` is one of parity, bytes, memory, coverage and error. Others are
+    facts of the engine that a proof does not state, but the tests (facts.py).
     """
 
     name: str
