@@ -2,7 +2,7 @@
 
     the disk alone | a step | the disk alone | a step | ...        for optim@disk, then param@disk
 
-A step is in use of the disk while some request of a rank is under way (comm/tiers/disk_use.py). Its
+A step is in use of the disk while some request of a rank is under way (comm/tiers/disk.py). Its
 rates are those of that time; its share is that rate over the mean of what the disk gave before and
 after the step. The rate of the whole step counts also the time in which it asks nothing.
 """
