@@ -106,9 +106,7 @@ def last_of(plan: str, kind: str) -> int:
 
 
 def check(plan: str, kind: str, clip: float | None, run: Callable[..., Any] = run_threads) -> None:
-    """The last rank's fault is raised by all ranks in the same words, and nothing has changed. A
-    program may catch it and go on.
-    """
+    """All ranks raise the last one's fault in the same words, unchanged; a program may go on."""
     ranks = ranks_of(plan)
     last = last_of(plan, kind)
     found = run(ranks, refused, plan, last, kind, clip)
@@ -335,9 +333,7 @@ BOTH = "Write instead: a test of both machines"
 def test_a_wrong_gradient_of_one_rank_is_named(
     broken: threading.local, plan: str, passes: set[int], said: tuple[str, str]
 ):
-    """With its step, before the update, on all ranks; the first pass of a rank is a repetition. If
-    a rank computes both passes wrong, the error names it and not one of the two others.
-    """
+    """On all ranks before the update, with its step; a rank that is wrong twice is the one named."""
     for found in run_threads(ranks_of(plan), until_found, broken, plan, 1, passes, 60):
         assert found.startswith(f"{WRONG}: Given: the gradient of outer.weight in step {WRONG} ")
         assert all(re.search(part, found) for part in said)
@@ -405,7 +401,11 @@ def test_what_counts_as_running_out(error: Exception, expected: bool):
 def test_training_ends_with_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
     """`shardwise train` answers with the tables: exit code 1."""
 
-    def step(*_: Any) -> None:
+    steps = sw.Engine.step
+
+    def step(engine: sw.Engine, batch: Any) -> Any:
+        if engine.world.dry:  # a prediction
+            return steps(engine, batch)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
     monkeypatch.setattr(sw.Engine, "step", step)
