@@ -333,7 +333,7 @@ BOTH = "Write instead: a test of both machines"
 def test_a_wrong_gradient_of_one_rank_is_named(
     broken: threading.local, plan: str, passes: set[int], said: tuple[str, str]
 ):
-    """On all ranks before the update, with its step; a rank that is wrong twice is the one named."""
+    """On all ranks before the update, with its step; a rank that is wrong twice is named."""
     for found in run_threads(ranks_of(plan), until_found, broken, plan, 1, passes, 60):
         assert found.startswith(f"{WRONG}: Given: the gradient of outer.weight in step {WRONG} ")
         assert all(re.search(part, found) for part in said)
@@ -400,7 +400,6 @@ def test_what_counts_as_running_out(error: Exception, expected: bool):
 
 def test_training_ends_with_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
     """`shardwise train` answers with the tables: exit code 1."""
-
     steps = sw.Engine.step
 
     def step(engine: sw.Engine, batch: Any) -> Any:
