@@ -216,14 +216,13 @@ class PlanCosts:
         return RankedPlan(plan, rows, found.step_time(self.cluster), peak_bytes, dict(sent))
 
     def _depths(self, plan: Plan) -> tuple[int, list[int | None]]:
-        """The numbers of blocks of the copies that are predicted, for equal stages of a deep model;
-        [None] for the model itself. And how many times its numbers are more than those of the last
-        copy by the difference of the two copies.
+        """How many blocks the two copies have that are predicted in place of a deep model with equal
+        stages, and how often their difference is added to the larger copy; 0, [None]: no copies.
         """
         blocks, schedule = self.model.blocks, schedule_of(plan)
         stages = 1 if schedule is None else len(schedule.home)
-        alike = not plan.recompute_budget_bytes and not plan.layers and plan.stages is None
-        if blocks is None or not alike or blocks.number % stages:
+        equal = not plan.recompute_budget_bytes and not plan.layers and plan.stages is None
+        if blocks is None or not equal or blocks.number % stages:
             return 0, [None]
         depths = GATHERED if plan.row == "zero3" else DEPTHS
         if blocks.number < sum(depths) * stages:  # the model itself takes no longer

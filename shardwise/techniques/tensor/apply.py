@@ -106,7 +106,7 @@ def lay_out(
     model: nn.Module, world: World, sp: bool, table: Table | None, layers: Sequence[str] = ()
 ) -> Tensors:
     """Shard `model` in place on the tensor axis by `table`. With `layers`, other layers, experts
-    and torch's default generators stay as they are.
+    and torch's default generators do not change.
     """
     axis = world.axis(TENSOR)
     if table is None or axis.size == 1:
