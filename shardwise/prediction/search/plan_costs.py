@@ -216,7 +216,7 @@ class PlanCosts:
         return RankedPlan(plan, rows, found.step_time(self.cluster), peak_bytes, dict(sent))
 
     def _depths(self, plan: Plan) -> tuple[int, list[int | None]]:
-        """How many blocks the two copies have that are predicted in place of a deep model with equal
+        """How many blocks two copies have that are predicted in place of a deep model with equal
         stages, and how often their difference is added to the larger copy; 0, [None]: no copies.
         """
         blocks, schedule = self.model.blocks, schedule_of(plan)
