@@ -36,7 +36,7 @@ from shardwise.engine.options import Build, Training
 from shardwise.engine.precision import DTYPES
 from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.engine.state import state
-from shardwise.engine.step_end import Metrics, PendingResult, StepResult
+from shardwise.engine.step_end import Metrics, PendingResult, StepNumbers, StepResult
 from shardwise.prediction.traffic import TrafficLine, by_kind
 from shardwise.techniques.data.apply import cast_whole
 from shardwise.techniques.data.buffers import normal_mode
@@ -259,14 +259,14 @@ class Engine:
             agreed = self.consensus.begin_agree(own)
         first = [unit for unit in (next(arriving, None),) if unit is not None]
         with self.ledger.phase("check"):
-            sums = agreed.wait()
-            own = torch.cat([sums[:1], self.consensus.differing(sums)])
+            loss, tokens, used = agreed.wait().split([1, 1, len(own) - 2])
+            own = torch.cat([loss, self.consensus.differing(used)])
             # the loss is known on the last stage
-            sums[:1], differs = self.guard.over_tensors(*self._over_stages(own).split(1))
-            sums[2:] = self.passes.shared(self.optimizer.names, sums[2:])
+            loss, differs = self.guard.over_tensors(*self._over_stages(own).split(1))
+            used = self.passes.shared(self.optimizer.names, used)
         by_norm, raises = self.guard.by_norm, not self.guard.skip
-        squares, differs = self.updates.squares(differs) if by_norm else (sums[:1] * 0, differs)
-        numbers = torch.cat([*weights.factor, sums, squares, differs])
+        squares, differs = self.updates.squares(differs) if by_norm else (loss * 0, differs)
+        numbers = StepNumbers(*weights.factor, loss, tokens, used, squares, differs)
         same, late, arriving = self.consensus.same, self.updates.on_device, chain(first, arriving)
         unread = PendingResult(self.steps + 1, numbers, same, by_norm=by_norm, raises=raises)
         if not late:

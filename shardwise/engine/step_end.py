@@ -12,14 +12,16 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from shardwise.comm.tiers.host_memory import HostNumbers
 from shardwise.core.errors import NonFiniteError
 from shardwise.engine.checks import validate
 from shardwise.engine.optimizer.optimizer import Factor
+from shardwise.techniques.data.consensus import used_in
 from shardwise.techniques.data.same_on_ranks import SameOnRanks
 from shardwise.techniques.data.units import Unit
 
@@ -36,20 +38,37 @@ class StepResult:
     norm: float | None
     skipped: bool
     correction: float  # the factor of the gradients without clipping
-    used: Sequence[float]  # by how many ranks each trained parameter, then a checksum
-    differs: float  # not 0 if ranks that must have the same have not
+    used: Sequence[float]
+    differs: float
+
+
+class StepNumbers(NamedTuple):
+    """What the ranks know at the end of a step: doubles on the device, [1] but for `used`.
+
+    over, parts    an update multiplies gradients by the first over the tokens and the second
+    loss, tokens   the sums over the ranks
+    used           the sum of `summary` of consensus.py
+    squares        the sum of squares of the gradients as they are; 0 without `by_norm`
+    differs        not 0 if ranks that must have the same have not
+    """
+
+    over: Tensor
+    parts: Tensor
+    loss: Tensor
+    tokens: Tensor
+    used: Tensor
+    squares: Tensor
+    differs: Tensor
 
 
 class PendingResult:
-    """The numbers of a step on their way to the host, with what is needed to report them:
-    over, parts, loss, tokens, used..., checksum, sum of squares of gradients, differs
-    """
+    """The numbers of a step on their way to the host, with what is needed to report them."""
 
     def __init__(
-        self, step: int, numbers: Tensor, same: SameOnRanks, *, by_norm: bool, raises: bool
+        self, step: int, numbers: StepNumbers, same: SameOnRanks, *, by_norm: bool, raises: bool
     ) -> None:
         self.step, self.by_norm, self.raises = step, by_norm, raises
-        self.numbers = HostNumbers(numbers)
+        self.numbers = HostNumbers(torch.cat(numbers))
         self.same: SameOnRanks | None = copy(same)  # until it is reported
         same.batch, same.recheck = 0, None  # which hold tensors
         self.found: StepResult | None = None
@@ -184,8 +203,8 @@ def _checked_result(engine: "Engine", unread: PendingResult) -> StepResult:
     unread.same = None
     assert same is not None
     engine.consensus.apply(result.used, result.differs, same)
-    if result.tokens and not engine.passes.trains and not any(result.used[:-1]):
-        raise validate.no_gradient("a step")  # the last is a checksum
+    if result.tokens and not engine.passes.trains and not any(used_in(result.used)):
+        raise validate.no_gradient("a step")
     return result
 
 

@@ -1,6 +1,7 @@
 """Recipes, their groups, and torch's learning rate schedulers and hooks on `engine.optimizer`."""
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from itertools import groupby
@@ -221,19 +222,37 @@ def with_pattern(world: World, pattern: str) -> None:
     step_of(engine_of(world, "dp2 fp64", groups={pattern: {"lr": 0.5}}), 0)
 
 
-@pytest.mark.parametrize("lr", [float("nan"), "0.1", None, -0.1, torch.ones(2)])
-def test_a_rate_that_is_negative_or_not_finite_is_refused_before_the_update(lr: Any):
+RATES = [float("nan"), "0.1", None, -0.1, True, torch.ones(2)]
+OTHERS = [("weight_decay", "a"), ("betas", (0.9,)), ("betas", (None, 0.9)), ("eps", float("inf"))]
+
+
+@pytest.mark.parametrize(("option", "value"), [*(("lr", lr) for lr in RATES), *OTHERS])
+def test_an_option_that_is_no_finite_number_is_refused_before_the_update(option: str, value: Any):
     """A scheduler may give one: the weights stay, and the next step trains."""
     engine = engine_of(alone(), "zero1 fp64")
     before = [p.detach().clone() for p in engine.model.parameters()]
-    engine.optimizer.param_groups[1]["lr"] = lr
-    with pytest.raises(InputError, match=r"a learning rate of .*'\*\.bias'.* a finite number"):
+    group = engine.optimizer.param_groups[1]
+    first, group[option] = group[option], value
+    with pytest.raises(InputError, match=r"'\*\.bias' of engine\.optimizer.* finite number"):
         step_of(engine, 0)
-    with pytest.raises(InputError, match=r"a learning rate of .* in engine\.set_lr"):
-        engine.set_lr(lr)
+    if option == "lr":
+        with pytest.raises(InputError, match=r"a learning rate of .* in engine\.set_lr"):
+            engine.set_lr(value)
     assert all(map(torch.equal, engine.model.parameters(), before))
-    engine.set_lr(0.01)
+    group[option] = first
     step_of(engine, 0)
+
+
+@pytest.mark.parametrize(("fused", "runs"), [(True, ["before", "after"]), (False, [])])
+def test_step_hooks_of_a_skipped_update(fused: bool, runs: list[str]):
+    """As under torch.amp, they run where the device skips it, which the host does not wait for."""
+    engine, found = engine_of(alone(), "bf16", fused=fused), list[str]()
+    engine.guard.skip = True
+    engine.optimizer.register_step_pre_hook(lambda *_: found.append("before"))
+    engine.optimizer.register_step_post_hook(lambda *_: found.append("after"))
+    batch = tuple(x * math.inf for x in vectors(0, 8))
+    assert engine.step(batch).skipped and found == runs
+    assert not vars(engine.optimizer.torch).get("found_inf")
 
 
 def hooked(world: World, plan: str) -> list[str]:

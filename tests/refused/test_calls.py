@@ -3,6 +3,7 @@
 A row is added here, not a test.
 """
 
+import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -250,8 +251,12 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
         (lambda: sw.SGD(momentum=0.9, dampening="0.1"), "which SGD refuses"),  # type: ignore[arg-type]
         (
             lambda: sw.AdamW(groups={"*.bias": {"weight_deacy": 0}}),
-            r"the options of AdamW: lr, betas.*Write instead: sw\.AdamW\(weight_decay=0\)",
+            r"in the group '\*\.bias'.*Write.*groups=\{'\*\.bias': \{'weight_decay': 0\}\}\)",
         ),
+        (lambda: sw.AdamW(lr=True), r"which AdamW refuses \(lr=True in place of 0\.001\)"),
+        (lambda: sw.SGD(weight_decay=math.nan), "which SGD refuses"),
+        (lambda: sw.Muon(betas=(0.9, 0.9)), r"Write instead: sw\.Muon\(lr=3e-4\)"),  # type: ignore[call-arg]
+        (lambda: sw.Optim(torch.optim.SGD, elementwise="yes"), "True or False"),  # type: ignore[arg-type]
         (lambda: sw.AdamW(3e-4), "groups=0.0003"),  # type: ignore[arg-type]
         (lambda: sw.AdamW(nn.Linear(2, 2).parameters()), "groups=<generator"),  # type: ignore[arg-type]
         (lambda: sw.Optim(3), r"sw\.Optim\(3\).*torch\.optim\.RMSprop"),  # type: ignore[arg-type]

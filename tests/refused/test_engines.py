@@ -146,6 +146,8 @@ FOREIGN = [
     (lambda engine: engine.backward(torch.ones(())), "engine.step(batch), which runs forward"),
     (lambda engine: engine.state_dict(), "sw.full_state_dict(engine)"),
     (lambda engine: torch.no_grad()(engine.step)(X), "engine.step(batch) outside of the block"),
+    (lambda engine: engine.optimizer.load_state_dict(None), "the same specification"),
+    (lambda engine: engine.optimizer.load_state_dict({"param_groups": [3]}), "the same spec"),
     (lambda engine: sw.no_sync(engine.model).__enter__(), "accumulate:4 in the engine's plan"),
     (lambda engine: sw.clip_grad_norm(engine.model, 1.0), "accumulate:4 in the engine's"),
 ]

@@ -78,19 +78,16 @@ class MemoryOptimizer(ShardedOptimizer):
         self, gradients: Mapping[int, Gradient], scale: Tensor | float, skips: Tensor | None
     ) -> None:
         """Update flat groups in one call; 16-bit ones one by one, for their fp32 gradients."""
-        options = vars(self.torch)
-        options["found_inf"] = skips  # which torch's fused kernels read
         half = [k for k in gradients if self.flats[k].dtype in HALF]
         plain = [k for k in gradients if k not in self.masters]
         wide = [k for k in gradients if k in self.masters and k not in half]
         parts = [[*gradients]] if self.together else [plain, wide, *([k] for k in half)]
         for part in filter(None, parts):
             members = [pair for k in part for pair in self._attach(k, gradients[k], scale)]
-            with self._whole(part, scale), self.only(members):
+            with self._whole(part, scale), self.only(members, skips):
                 self.torch.step()
             for k in part:
                 self._end_step(k)
-        options["found_inf"] = None
 
     def _attach(self, k: int, gradient: Gradient, scale: Tensor | float) -> list[Member]:
         block, (values, used) = self.masters.get(k, self.flats[k].shard), gradient

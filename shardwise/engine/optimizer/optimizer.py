@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.core.errors import bad
+from shardwise.core.tools.arguments import short_repr
 from shardwise.core.tools.tree import leaves
 from shardwise.engine.optimizer import optimizer_state as groups
 from shardwise.engine.optimizer.norm import counts, squares
@@ -198,10 +199,11 @@ class ShardedOptimizer(Optimizer, ABC):
             flat.grads.clear()
 
     @contextmanager
-    def only(self, members: Iterable[Member]) -> Iterator[None]:
-        """Inside, torch's optimizer has `members` alone."""
+    def only(self, members: Iterable[Member], skips: Tensor | None = None) -> Iterator[None]:
+        """Inside, torch's optimizer has `members` alone, and skips their update by `skips`."""
         groups = self.torch.param_groups
         everyone = [group["params"] for group in groups]
+        vars(self.torch)["found_inf"] = skips  # which torch's fused kernels read
         try:
             for group in groups:
                 group["params"] = []
@@ -210,6 +212,7 @@ class ShardedOptimizer(Optimizer, ABC):
             even_out(self.torch)
             yield
         finally:
+            vars(self.torch)["found_inf"] = None
             for group, params in zip(groups, everyone, strict=True):
                 group["params"] = params
 
@@ -269,9 +272,12 @@ class ShardedOptimizer(Optimizer, ABC):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the options of the groups. Raises InputError for groups of another spec."""
-        saved_groups = state_dict.get("param_groups", [])
-        both = saved_groups, self.param_groups
-        names, own = ([group.get("name") for group in one] for one in both)
+        saved_groups: Any = state_dict
+        if isinstance(saved_groups, Mapping):
+            saved_groups = state_dict.get("param_groups")
+        listed = isinstance(saved_groups, list) and all(isinstance(g, dict) for g in saved_groups)
+        names: Any = [g.get("name") for g in saved_groups] if listed else short_repr(saved_groups)
+        own = [group["name"] for group in self.param_groups]
         if names != own:
             raise bad(
                 f"engine.optimizer.load_state_dict with the groups {names}",
@@ -292,12 +298,12 @@ class ShardedOptimizer(Optimizer, ABC):
         """The options of the groups, which must be equal on all ranks.
 
         Also whether the program has changed optimizer states since the last update.  Raises
-        InputError for a learning rate, of a scheduler or a program, that is negative or not finite.
+        InputError for an option, of a scheduler or a program, that is no number or not finite.
         """
         found: dict[str, Any] = {}
-        for group in self.param_groups:
+        for group, first in zip(self.param_groups, self.spec_options, strict=True):
             called = f"the group {group['name']!r} of engine.optimizer"
-            groups.require_rate(group["lr"], f" in {called}")
+            groups.require_options(group, first, called)
             found |= groups.compared(group, called)
         found["missing states of engine.optimizer"] = self.had_states and not self.state
         self.had_states = bool(self.state)

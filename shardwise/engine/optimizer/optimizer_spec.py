@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.core.errors import bad
-from shardwise.core.tools.arguments import suggest
+from shardwise.core.tools.arguments import flag, suggest
 from shardwise.engine.optimizer import lion
 from shardwise.engine.optimizer.elementwise import ELEMENTWISE, NOT_IN_ENGINES, is_listed
+from shardwise.engine.optimizer.optimizer_state import fits
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,11 @@ class OptimizerSpec:
                 "a dict from patterns of parameter names to options",
                 f'sw.{_maker(self.kind)}lr=3e-4, groups={{"*.bias": {{"weight_decay": 0.0}}}})',
             )
+        if self.elementwise is not None:
+            flag("elementwise", self.elementwise)
         for name, spec, own in self.members:
             if spec is self:
-                self._try(own)
+                self._try(name, own)
             elif not isinstance(spec, OptimizerSpec) or spec.groups or spec.rest:
                 raise bad(
                     f"the optimizer of the group {name!r}",
@@ -107,25 +110,30 @@ class OptimizerSpec:
         getattr(optimizer, "train", lambda: None)()
         return optimizer
 
-    def _try(self, own: dict[str, Any]) -> None:
+    def _try(self, group: str, own: dict[str, Any]) -> None:
         probe = nn.Parameter(torch.zeros(2, 2, dtype=torch.float32, device="cpu"))
+        options, parameters = self.options | own, inspect.signature(self.kind).parameters
+        takes = {name: parameters[name].default for name in [*parameters][1:]}
+        known = self.kind.__module__.startswith(("torch.optim", "shardwise."))
+        unfit = [key for key, value in options.items() if not fits(value, takes.get(key))]
         try:
-            if self.kind.__module__.startswith(("torch.optim", "shardwise.")):
-                # the steps check what the constructor does not
+            if known and unfit:
+                raise TypeError(f"{unfit[0]}={options[unfit[0]]!r} in place of {takes[unfit[0]]!r}")
+            if known:  # the steps check what the constructor does not
                 _steps(self.kind([probe], **self.fastest(own)), probe, 2)
             else:
                 self.kind([{"params": [probe], **own}], **self.options)
         except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
-            takes = list(inspect.signature(self.kind).parameters)[1:]
-            options = self.options | own
-            near = {key: suggest(key, takes, 0.5) for key in options.keys() - {*takes}}
-            mended = ", ".join(f"{new}={options[key]!r}" for key, new in near.items() if new)
-            said = ", ".join(f"{key}={value!r}" for key, value in options.items())
-            why = " ".join(str(error).split())
+            near = {key: suggest(key, takes, 0.5) for key in options.keys() - takes.keys()}
+            near = {k: new for k, new in near.items() if new and fits(options[k], takes[new])}
+            mended = {new: options[key] for key, new in near.items()}
+            maker, why = f"sw.{_maker(self.kind)}", " ".join(str(error).split())
+            where = f" in the group {group!r}" if own else ""
+            instead = {"groups": {group: mended or {"lr": 0.001}}} if own else mended
             raise bad(
-                f"sw.{_maker(self.kind)}{said}), which {self.kind.__name__} refuses ({why})",
+                f"{maker}{_written(options)}){where}, which {self.kind.__name__} refuses ({why})",
                 f"the options of {self.kind.__name__}: {', '.join(takes)}",
-                f"sw.{_maker(self.kind)}{mended or 'lr=3e-4'})",
+                f"{maker}{_written(instead) or 'lr=3e-4'})",
             ) from error
 
     def require_fits(self, model: nn.Module) -> None:
@@ -197,6 +205,10 @@ def _steps(optimizer: Optimizer, p: nn.Parameter, number: int) -> None:
     with torch.device("cpu"):
         for _ in range(number):
             optimizer.step()
+
+
+def _written(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value!r}" for key, value in options.items())
 
 
 def written(kind: type[Optimizer]) -> str:

@@ -12,12 +12,14 @@ A parameter without a state has nothing in the checkpoint, and gets none by load
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from shardwise.core.errors import bad
+from shardwise.core.tools.arguments import short_repr
 from shardwise.engine.state.box import Box
 from shardwise.engine.state.json_values import pack, unpack
 
@@ -246,10 +248,37 @@ def compared(group: Options, called: str) -> dict[str, Any]:
     return found
 
 
+def fits(value: Any, first: Any) -> bool:
+    """Whether an option may take the place of its first value: a finite number that of one."""
+    if isinstance(first, tuple | list):
+        as_many = isinstance(value, tuple | list) and len(value) == len(first)
+        return as_many and all(map(fits, value, first))
+    return not _is_number(first, finite=True) or _is_number(value, finite=True)
+
+
+def _is_number(value: Any, *, finite: bool = False) -> bool:
+    """Also a tensor with one; a number on a GPU counts as finite: to read it would wait."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and (not finite or value.is_cuda or math.isfinite(value))
+    number = isinstance(value, Real) and not isinstance(value, bool)
+    return number and (not finite or math.isfinite(value))
+
+
+def require_options(group: Options, first: Options, called: str) -> None:
+    """Raise InputError for an option that was a number and is none, or a rate below 0."""
+    require_rate(group["lr"], f" in {called}")
+    for key in (key for key, value in first.items() if not fits(group.get(key), value)):
+        raise bad(
+            f"{key}={short_repr(group.get(key))} in {called}",
+            f"finite numbers, as in {key}={first[key]!r}, its first value",
+            f"group[{key!r}] = {first[key]!r}, for the group in engine.optimizer.param_groups",
+        )
+
+
 def require_rate(lr: Any, given: str) -> None:
     """Raise InputError for a learning rate that is no finite number of at least 0."""
-    number = isinstance(lr, int | float) or (isinstance(lr, Tensor) and lr.numel() == 1)
-    if not (number and 0 <= lr < math.inf):
+    on_gpu = isinstance(lr, Tensor) and lr.is_cuda
+    if not (_is_number(lr, finite=True) and (on_gpu or lr >= 0)):
         raise bad(
             f"a learning rate of {lr!r}{given}",
             "a finite number, 0 or more",

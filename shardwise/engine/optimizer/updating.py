@@ -47,7 +47,8 @@ from shardwise.engine.optimizer.memory_optimizer import MemoryOptimizer
 from shardwise.engine.optimizer.norm import LossScale
 from shardwise.engine.optimizer.optimizer import Factor, ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
-from shardwise.engine.step_end import PendingResult
+from shardwise.engine.step_end import PendingResult, StepNumbers
+from shardwise.techniques.data.consensus import used_in
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Unit
@@ -302,7 +303,7 @@ class Updates:
         self.scale.update(overflow=False)
 
     def factor_without_wait(
-        self, unread: PendingResult, numbers: Tensor, alone: float | None
+        self, unread: PendingResult, numbers: StepNumbers, alone: float | None
     ) -> tuple[Factor, Tensor | None]:
         """For `update`, from the numbers of a step that the device may not have made yet.
 
@@ -311,12 +312,12 @@ class Updates:
         consensus = self.data.consensus
         flags = consensus.flags()
         if not all(flags):  # of which other ranks may have a gradient
-            flags = [n > 0 for n in unread.read().used[:-1]]
+            flags = used_in(unread.read().used)
         consensus.set_used(flags)
-        over, parts, loss, tokens = numbers[:4].unbind()  # without dims: factors change no dtype
-        squares = numbers[-2]
+        finite = torch.cat([numbers.loss, numbers.squares]).isfinite().all()
+        # without dims: factors change no dtype
+        over, parts, _, tokens, _, squares, _ = (each.squeeze() for each in numbers)
         correction = over / (tokens.clamp(min=1) * parts) if alone is None else 1 / alone
-        finite = torch.stack([loss, squares]).isfinite().all()
         norm = squares.sqrt() * correction if unread.by_norm else None
         return Factor(correction, finite.logical_not().float()), norm
 

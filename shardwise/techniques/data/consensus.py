@@ -192,8 +192,7 @@ class Consensus:
             self.same.floats = same.floats
 
     def _take(self, summed: Sequence[float]) -> None:
-        *found, last = summed
-        difference, marks = divmod(int(last), MARKS * self.ranks)
+        difference, marks = divmod(int(summed[-1]), MARKS * self.ranks)
         self.differs = difference != 0
         if marks != self.mark * self.ranks:
             raise bad(
@@ -204,7 +203,7 @@ class Consensus:
                 "zero2 (SHARD_GRAD_OP) for modules that some ranks skip; no step after an error "
                 "of one rank",
             )
-        self.set_used([each > 0 for each in found])
+        self.set_used(used_in(summed))
 
     def set_used(self, flags: Sequence[bool]) -> None:
         each = iter(flags)
@@ -215,6 +214,11 @@ class Consensus:
         """Count later messages under this phase of the step."""
         for axis in self.axes:
             axis.ledger.now = name
+
+
+def used_in(summed: Sequence[float]) -> list[bool]:
+    """Which trained parameters have a gradient on any rank, by the sum of `summary`."""
+    return [ranks > 0 for ranks in summed[:-1]]
 
 
 def warn_of_equal_shares(sums: Sequence[float], ranks: int, args: str, part: str) -> None:
