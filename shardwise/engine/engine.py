@@ -71,6 +71,8 @@ class Engine:
         self.stages, same = self.world.axis(PIPELINE), self.consensus.same
         same.every, same.others = training.check_every.ranks, [sharded.tensor, self.stages]
         same.batches = [*chain.from_iterable(each.same_batch() for each in sharded.applied)]
+        functions = {"loss": training.loss, "tokens": training.tokens, "rows": build.rows}
+        same.doubts.functions |= functions
         self.consistency = ConsistencyCheck(same, sharded.tensor)
         self.scale = LossScale(on=self.plan.precision == "fp16")
         self.guard = self._guard()

@@ -124,7 +124,7 @@ def build_engine(
         check_every=options.checks,
         offload_folder=options.offload_folder,
     )
-    shared = {"the plan": str(plan), "the model": consistency.model_signature(model)}
+    shared = {"the plan": str(plan), "the model": model}
     shared |= {"the table": table, "the optimizer": spec}
     consistency.require_same(world, shared | options.shared)
     missing = missing_weights(model, world)

@@ -88,7 +88,7 @@ def Pipe(  # noqa: N802
     world = validate.leased_world(world)
     module = without_compiler(module, "sw.Pipe", world.rank)
     asked = {"chunks": chunks, "stages": stages, "schedule": schedule}
-    consistency.require_same(world, {"the module": consistency.model_signature(module)} | asked)
+    consistency.require_same(world, {"the module": module} | asked)
     plan = Plan(axes=((PIPELINE, world.size),))
     world = world.on(plan.mesh)
     size_bytes = pool_bytes(plan, sum(p.nbytes for p in module.parameters()), world.device.type)

@@ -127,9 +127,10 @@ class PipeConsistency:
             self.unread = HostNumbers(begin_sum(self.scaling.joined(own), self.axis).wait())
 
 
-def _dense_gradient(p: nn.Parameter) -> tuple[Tensor | None, int]:
-    dense = p.grad is not None and p.grad.layout == torch.strided and not p.grad.is_complex()
-    return (p.grad, 1) if dense else (None, 0)
+def _dense_gradient(p: nn.Parameter) -> tuple[Tensor | None, int, int]:
+    if p.grad is None or p.grad.layout != torch.strided or p.grad.is_complex():
+        return None, 0, 0
+    return p.grad, p.grad._version, 1
 
 
 # --- the whole model ------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         p.grad = flat.grads.sparse(index)
     owners_of_pieces = list(dict.fromkeys(d for p, d in pairs if d.places[p][1].split))
     for data in owners_of_pieces:
-        data.consensus.same.doubts.gradient_writes += data.scaling.look()
+        data.consensus.same.doubts.gradient_writes += data.scalings.gradients.look()
     if owners_of_pieces and any(optimizer not in data.optimizers for data in owned):
         _require_by_element(optimizer)
         _require_pieces(optimizer)
@@ -72,6 +72,7 @@ def after_step(optimizer: Optimizer, *_: Any) -> None:
         whole_steps(optimizer, data).end()
     for data in [pair[1] for pair in islice(_owned(optimizer), 1)]:
         data.optimizers[optimizer] = versions(optimizer.state.values())
+        data.scalings.weights.note()
 
 
 def _record(optimizer: Optimizer, data: Data) -> None:

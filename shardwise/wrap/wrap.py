@@ -87,7 +87,7 @@ def DDP(  # noqa: N802
     world = validate.leased_world(world)
     asked = {"bucket_bytes": bucket_bytes, "broadcast_buffers": broadcast_buffers}
     asked |= {"precision": precision}
-    consistency.require_same(world, {"the module": consistency.model_signature(module)} | asked)
+    consistency.require_same(world, {"the module": module} | asked)
     validate.no_max_norm(module, world.size)
     world = world.on(Mesh((("dp", world.size),)))
     how = Sharding(ROWS["ddp"], Axis("none"), world.axis("dp"), "auto", bucket_bytes)
@@ -143,7 +143,7 @@ def FSDP(  # noqa: N802
     asked = {"the strategy": name, "shard_size": inner, "units": units}
     asked |= {"cpu_offload": row.param_tier, "precision": precision}
     asked |= {"broadcast_buffers": broadcast_buffers}
-    consistency.require_same(world, {"the module": consistency.model_signature(module)} | asked)
+    consistency.require_same(world, {"the module": module} | asked)
     world = world.on(Mesh((("dp_replicate", world.size // inner), ("dp_shard", inner))))
     axes = world.axis("dp_shard"), world.axis("dp_replicate")
     how = Sharding(row, *axes, units, broadcast_buffers=broadcast_buffers)

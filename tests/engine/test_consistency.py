@@ -418,7 +418,7 @@ def reads_of_its_own(world: World) -> None:
     def loss(x: Tensor) -> Tensor:
         return (teacher(x) - prior * factors["tail"]).sum()
 
-    said = r"numbers in loss on rank 1 are .*factors\['tail'\]\": 1, 'prior': .*'teacher.weight': "
+    said = r"read by loss on rank 1 are .*factors\['tail'\]\": 1, 'prior': .*'teacher.weight': "
     with pytest.warns(UserWarning, match=said):
         consistency.require_same(world, {"loss": loss})
 

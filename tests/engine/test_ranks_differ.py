@@ -1,5 +1,7 @@
 """Ranks that differ: in options, weights or states, in what they do, in that they raise."""
 
+import os
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +29,15 @@ CHANGED = 3  # the step, counted from 0, before which the last rank changes some
 
 
 class Scaled(nn.Sequential):
-    """Layers, and a factor and a word that a program may pass."""
+    """Layers, and a factor and a word that a program may pass; factors that it keeps."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.factors = {"out": 1.0}
 
     def forward(self, x: Tensor, factor: float | None = None, _: str = "") -> Tensor:
-        return super().forward(x if factor is None else factor * x)
+        kept = self.factors["out"] * float(os.environ.get("FACTOR", "1"))
+        return super().forward(x if factor is None else factor * x) * kept
 
 
 def model() -> nn.Module:
@@ -335,22 +342,38 @@ def triple(*args: Any) -> Any:
     return 3 * args[-1]
 
 
+#: Changes of what a model reads, after it was wrapped.
+LATER: dict[str, Callable[[pytest.MonkeyPatch, Any], None]] = {
+    "list": lambda patch, model: patch.setitem(model.factors, "out", 2.0),
+    "variable": lambda patch, _: patch.setenv("FACTOR", "2"),
+    "function": lambda patch, _: patch.setattr(nn.functional, "linear", triple),
+}
+
+
 def odd_rank_warns(world: World, what: str, said: str) -> None:
     """Rank 1 has other weights, by rounding, a hook of its own, or one more backward pass."""
-    wrapped = sw.DDP(model(), world)
+    patch, wrapped = pytest.MonkeyPatch(), sw.DDP(model(), world)
+    if what == "scaled":
+        wrapped = sw.FSDP(model(), world=world)
     if what == "weights":
         for p in wrapped.parameters():
             p.data.mul_((1 + 1e-6) ** world.rank)
-    elif what == "writes":
-        loss(wrapped, rows(0, world.rank)).backward()
-        with torch.no_grad():
-            for p in [*wrapped.parameters()][: world.rank]:
-                p.mul_(2)
+    elif what in ("writes", "scaled"):
+        params = [*wrapped.parameters()]
+        optim = torch.optim.SGD(params, lr=0.1)
+        for _ in range(1 + (what == "scaled")):
+            loss(wrapped, rows(0, world.rank)).backward()
+            optim.step()
+            with torch.no_grad():
+                for p in params[: world.rank if what == "writes" else None]:
+                    p.mul_(1 - 0.1 * world.rank)
     elif what == "numbers":
         vars(wrapped)["config"] = SimpleNamespace(gated=bool(world.rank))
     elif world.rank and what == "passes":
         with sw.no_sync(wrapped):
             loss(wrapped, rows(0, world.rank)).backward()
+    elif world.rank and what in LATER:
+        LATER[what](patch, wrapped)
     elif world.rank and what not in ("loss", "arguments"):
         layer = wrapped.get_submodule("1")
         owner = layer.weight if what == "register_hook" else layer
@@ -359,6 +382,7 @@ def odd_rank_warns(world: World, what: str, said: str) -> None:
     value = (wrapped(rows(0, world.rank), *taken) * 3).square().mean()
     with pytest.warns(UserWarning, match=said):
         (value * 2 if what == "loss" and world.rank else value).backward()
+    patch.undo()
     loss(wrapped, rows(1, world.rank)).backward()
 
 
@@ -376,9 +400,13 @@ def odd_tensor_rank_warns(world: World, what: str, said: str) -> None:
     ("what", "said"),
     [
         ("weights", r"on data rank 1 differ .* by rounding"),
-        ("writes", "changes of parameters since the step before on data rank 1: 1; on"),
+        ("writes", "changes of parameters since the step before on data rank 1: 5; on"),
+        ("scaled", "weights that each rank scaled by another factor after an optimizer step"),
+        ("list", r"factors\['out'\] of the model on data rank 1: 2.0; on data rank 0: 1.0"),
+        ("variable", "the environment's FACTOR in the forward of Scaled on data rank 1: '2'; on"),
+        ("function", r"F.linear in the forward of Linear on data rank 1: 'triple \(code"),
         ("passes", "the backward passes of the step on data rank 1: 2; on data rank 0: 1"),
-        ("numbers", r"numbers of the model on data rank 1: {'config.gated': True}; on"),
+        ("numbers", "config.gated of the model on data rank 1: True; on data rank 0: False"),
         (
             "arguments",
             r"words that forward passes take on data rank 1: \[2.0, 'x'\]; on data rank 0: \[\]",

@@ -11,7 +11,7 @@ srun has SLURM_STEP_NUM_TASKS, so that variable decides, and a step of one task 
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
@@ -79,6 +79,10 @@ def environment(variables: Mapping[str, str] | None = None) -> Start | None:
     if variables.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "SLURM_PROCID" in variables:
         return _slurm(variables)
     return None
+
+
+def variables_named(names: Iterable[str]) -> dict[str, str]:
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def launched() -> bool:

@@ -20,16 +20,13 @@ differ if the tensors differ.  They do so in three steps, because a gradient of 
 (an adapter behind one initialised to zero).  Steps that are skipped in fp16 do not count.
 """
 
-import dis
 import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from inspect import signature
-from itertools import chain, pairwise, takewhile
-from types import CodeType, FunctionType
+from itertools import chain, takewhile
 from typing import Any, TypeVar
 
 import torch
@@ -45,17 +42,24 @@ from shardwise.core.tools.arguments import rank_names
 from shardwise.core.tools.tree import leaves
 from shardwise.engine.optimizer.norm import squared_norm
 from shardwise.techniques.data.checksum import (
+    Options,
     batch_checksum,
     beside_tensors,
     bits_sum,
-    floats_of,
     has_bits,
-    numbers_in,
     share_numbers,
     text_hash,
     weighted,
 )
 from shardwise.techniques.data.consensus import Consensus, warn_of_equal_shares
+from shardwise.techniques.data.doubts import (
+    floats_of,
+    identity,
+    layers_of,
+    read_by,
+    reads,
+    values_read,
+)
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.same_on_ranks import SameOnRanks
 
@@ -69,7 +73,7 @@ NEGLIGIBLE = 1e-5
 CHECKED_STEPS = 3
 #: Characters of a value that an error shows.
 EXCERPT = 120
-_NUMBERS = "numbers in "
+_READ_BY = "the numbers and functions read by "
 
 U = TypeVar("U")
 
@@ -88,25 +92,26 @@ def require_same(
     """
     if world.size == 1:
         return
-    texts = {name: _text_of(part) for name, part in parts.items()}
-    numbers = {_NUMBERS + name: str(_numbers_of(x)) for name, x in parts.items() if callable(x)}
-    texts |= numbers
+    texts: dict[str, Any] = {name: _text_of(part) for name, part in parts.items()}
+    texts |= {_READ_BY + name: _numbers_of(x) for name, x in parts.items() if callable(x)}
     own = torch.tensor([text_hash(repr(texts))], dtype=torch.int64, device=world.device)
     if len(set(torch.cat(all_gather(own, world.everyone)).tolist())) == 1:
         return
     every = all_gather_object(texts, world)
     for name in dict.fromkeys(chain.from_iterable(every)):
-        values = [each.get(name, "none") for each in every]
+        values = [each.get(name, {} if name.startswith(_READ_BY) else "none") for each in every]
         others = [rank for rank, value in enumerate(values) if value != values[0]]
         if others:
-            first, other = _excerpts(values[0], values[others[0]])
-            if name in numbers:
+            if name.startswith(_READ_BY):
+                pairs = [{*each.items()} for each in (values[others[0]], values[0])]
+                other, first = (dict(sorted(pairs[k] - pairs[1 - k])) for k in (0, 1))
                 warnings.warn(
                     f"{name} on {rank_names(others)} are {other}, on rank 0 {first}: if they are "
                     "not for logging, ranks compute different functions.",
                     stacklevel=2,
                 )
                 continue
+            first, other = _excerpts(values[0], values[others[0]])
             instead = "the same call on every rank; only the data may differ"
             if "the function" in first:
                 instead = (
@@ -121,7 +126,7 @@ def require_same(
             )
 
 
-def model_signature(model: nn.Module) -> list[Any]:
+def _signature(model: nn.Module) -> list[Any]:
     """What ranks compare of a model: its tensors, and the classes and numbers of its modules."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     found: list[Any] = [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors]
@@ -142,76 +147,35 @@ def _text_of(part: object) -> str:
         return "[" + ", ".join(map(_text_of, part)) + "]"
     if isinstance(part, set | frozenset):  # whose order differs between processes
         return "{" + ", ".join(sorted(map(_text_of, part))) + "}"
-    if callable(part) and not isinstance(part, type | nn.Module):
+    if isinstance(part, nn.Module):
+        return _text_of(_signature(part))
+    if callable(part) and not isinstance(part, type):
         return _function_text(part)
     return re.sub(r" at 0x[0-9a-f]+|,? ?device='?[a-z]+(:[0-9]+)?'?", "", repr(part))
 
 
 def _function_text(function: Any) -> str:
-    inner: Any = function
-    floats: dict[str, float] = {}
-    while inner is not None:
-        function = inner
-        # other values may differ: a device, a file, a rank that prints
-        floats |= {name: x for name, x in _read_by(function).items() if type(x) is float}
-        found = (getattr(inner, name, None) for name in ("__wrapped__", "__func__", "func"))
-        inner = next((each for each in found if callable(each)), None)
-    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
-    name = getattr(function, "__qualname__", type(function).__qualname__)
-    return f"the function {name} (code {text_hash(_code_text(code)):014x}){floats or ''}"
+    read = chain.from_iterable(read_by(layer).items() for layer in layers_of(function))
+    # other values may differ: a device, a file, a rank that prints
+    floats = {name: x for name, x in read if type(x) is float}
+    *_, innermost = layers_of(function)
+    return f"the function {identity(innermost)}{floats or ''}"
 
 
-def _numbers_of(function: Any) -> dict[str, int | str]:
-    """The other numbers that a function reads, except a rank's, short texts ("sum"), and the bits
-    of tensors.
-    """
-    read = ((n, x) for n, x in _read_by(function).items() if "rank" not in n.lower())
-    found = ((n, int(bits_sum(x)) if has_bits(x) else x) for n, x in _with_weights(read))
-    kinds = int, bool, float
-    return {n: x for n, x in found if type(x) in kinds or (type(x) is str and x.isalpha())}
+def _numbers_of(function: Any) -> Options:
+    """What a function or the forwards of a model read, and the bits of tensors."""
+    if isinstance(function, nn.Module):
+        return reads({}, function.modules())
+    tensors = ((n, x) for n, x in _with_weights(read_by(function).items()) if has_bits(x))
+    return values_read(function) | {n: int(bits_sum(x)) for n, x in tensors if "rank" not in n}
 
 
 def _with_weights(read: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """And the weights of modules, as of a teacher; of sharded ones each rank has another part."""
     for name, x in read:
         yield name, x
-        yield from numbers_in(name, x).items()
         if isinstance(x, nn.Module) and all(type(m._parameters) is dict for m in x.modules()):
             yield from ((f"{name}.{key}", p.detach()) for key, p in x.named_parameters())
-
-
-def _read_by(function: Any) -> dict[str, Any]:
-    """What a function closes over, reads from its module and of what it reads, by name."""
-    if isinstance(function, partial):
-        bound = {f"argument {n}": x for n, x in enumerate(function.args)}
-        return {**_read_by(function.func), **bound, **function.keywords}
-    if not isinstance(function, FunctionType):
-        return _with_modules({**getattr(function, "__dict__", {})})
-    names = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
-    steps = [*dis.get_instructions(function)]
-    known = [step.argval for step in steps if step.opname == "LOAD_GLOBAL"]
-    read: dict[str, Any] = {name: function.__globals__.get(name) for name in known}
-    with suppress(ValueError):  # a name that has no value yet
-        read |= {name: cell.cell_contents for name, cell in names}
-    read |= {name: x.default for name, x in signature(function).parameters.items()}
-    for owner, step in pairwise(steps):
-        table = getattr(read.get(str(owner.argval)), "__dict__", {})
-        if step.opname == "LOAD_ATTR" and step.argval in table:
-            read[f"{owner.argval}.{step.argval}"] = table[step.argval]
-    return _with_modules(read)
-
-
-def _with_modules(read: dict[str, Any]) -> dict[str, Any]:
-    """And the attributes of losses of torch's kind."""
-    modules = {name: x for name, x in read.items() if isinstance(x, nn.modules.loss._Loss)}
-    held = {n: {**vars(m), **m._buffers} for n, m in modules.items()}
-    return read | {f"{n}.{key}": x for n, own in held.items() for key, x in own.items()}
-
-
-def _code_text(code: Any) -> str:
-    if not isinstance(code, CodeType):
-        return _text_of(code)
-    return repr((code.co_code, code.co_names, [*map(_code_text, code.co_consts)]))
 
 
 def _excerpts(*texts: str) -> list[str]:

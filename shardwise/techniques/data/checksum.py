@@ -9,36 +9,20 @@ two ranks (rerun.py) are the loss, then gradients by name; they must be equal to
 
     own(k)      of the first microbatch of data rank k, by rank k
     again(k)    of the same, by the next rank
-
-Differences between ranks that may be intended (`Doubts`); each kind is warned about once:
-
-    passes     backward passes of a loop's step, whose gradients are summed at once
-    writes     of the program to parameters, optimizer states and gradients, between steps
-    arguments  numbers and words that a loop's forward takes beside tensors, as a temperature
-    graph      the operations of a loop's loss: that of the backward pass that runs, whose call is
-               on the stack of this thread, or of the one that waits for it
-    hooks      of the program on modules and parameters
-    numbers    of modules (epsilon, the rate of a dropout), words ("mean"), and functions
-
-Graphs, hooks and numbers are compared every so many steps, the others in each.
 """
 
-import sys
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from types import BuiltinFunctionType, FrameType, FunctionType
 from typing import Any, Final, NamedTuple, TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.core.errors import bad
-from shardwise.core.tools.hook import program_hooks
 from shardwise.core.tools.tree import leaves
-from shardwise.techniques.data.flat.flat_parameter import Flat
 
 #: The number of weights, which repeat. It is prime, so that it divides no tensor's rows.
 WEIGHTS = 509
@@ -46,6 +30,8 @@ WEIGHTS = 509
 PRIME = 2_305_843_009_213_693_951
 #: The number of checksums of shares, a prime; the square of each, summed over 8192 ranks, is exact.
 SHARE_CHECKSUMS = 1_048_573
+NUMBERS: Final = int, float, bool
+Options = dict[str, Any]
 #: By bytes of an element, the integers that have its bits.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -266,171 +252,3 @@ def _first(
 
 def _text(values: Values | None) -> str:
     return "none" if values is None else f"norm {values.norm:.9g}"
-
-
-# --- doubts -------------------------------------------------------------------------------------
-
-Options = dict[str, Any]
-NUMBERS: Final = int, float, bool
-#: Names of attributes that may differ between ranks, or that others compare; and those of settings.
-_OF_A_RANK: Final = "rank", "dynamo", "training"
-_MOST_ITEMS, _MOST_ELEMENTS = 64, 2**16  # of a list among them, of a tensor
-_SETTINGS: Final = {"config", "cfg", "args", "hparams", "params", "options"}
-KINDS: Final = {
-    "passes": "If the loss of each pass is divided by their number, this is no mistake.",
-    "writes": "If each rank writes to what it alone holds, this is no mistake.",
-    "arguments": "If the batch decides them, this is no mistake.",
-    "graph": "If the batch decides which operations a rank computes, this is no mistake.",
-    "hooks": "A hook that only reads may stay.",
-    "numbers": "A number that a module only records may stay.",
-}
-
-
-class Doubts:
-    """What this rank has of each kind since the step before."""
-
-    def __init__(self, flats: Sequence[Flat], modules: Mapping[str, nn.Module]) -> None:
-        self.flats, self.modules = flats, modules
-        self.params = [pair for f in flats for pair in zip(f.names, f.params, strict=True)]
-        self.passes = self.gradient_writes = 0
-        self.state_writes = False
-        self.graph: Options = {}
-        self.arguments: list[float | str] = []  # of the forward passes, beside tensors
-        self.version: int | None = None  # of all parameters, in the step before
-        self.warned = set[str]()  # of these kinds, which are compared no more
-
-    def found(self, *, all_kinds: bool) -> dict[str, Options]:
-        """By kind, then by module or parameter; the next step begins."""
-        found = defaultdict[str, Options](dict)
-        if self.passes:
-            found["passes"] = {"the backward passes of the step": self.passes}
-        now = sum(p._version for _, p in self.params) + sum(f.assignments for f in self.flats)
-        if self.version is not None:
-            found["writes"] = {
-                "changes of parameters since the step before": now - self.version,
-                "changes of the optimizer's states since the step before": self.state_writes,
-                "changes of gradients before the optimizer's step": self.gradient_writes,
-            }
-        found["graph"] = self.graph
-        found["arguments"] = {"the numbers and words that forward passes take": self.arguments}
-        for name, owner in (*self.modules.items(), *self.params) if all_kinds else ():
-            numbers = _values_of(owner) if isinstance(owner, nn.Module) else {}
-            for kind, own in ("hooks", program_hooks(owner)), ("numbers", numbers):
-                found[kind] |= {f"{kind} of {name or 'the model'}": own} if own else {}
-        self.version, self.gradient_writes, self.graph = now, 0, {}
-        self.arguments = []
-        return {kind: own for kind, own in found.items() if kind not in self.warned and own}
-
-    def warn(self, kind: str, error: Exception) -> None:
-        self.warned.add(kind)
-        warnings.warn(f"{error} {KINDS[kind]}", stacklevel=2)
-
-
-def numbers_in(name: str, x: Any) -> Options:
-    """`x` if it is a number, or the numbers in a short list, tuple or dict, unless of nn.Module."""
-    if isinstance(x, NUMBERS):
-        return {name: x}
-    items = x if isinstance(x, dict) else dict(enumerate(x)) if isinstance(x, list | tuple) else {}
-    short = items if len(items) <= _MOST_ITEMS and not name.startswith("_") else {}
-    return {f"{name}[{key!r}]": y for key, y in short.items() if isinstance(y, NUMBERS)}
-
-
-def numbers_of_attributes(owner: object) -> Options:
-    """The numbers among the attributes of a module, and among those of its `config`, or `args`."""
-    own = {n: x for n, x in vars(owner).items() if not any(word in n for word in _OF_A_RANK)}
-    found = {name: x for name, x in own.items() if isinstance(x, NUMBERS)}
-    for name in own.keys() & _SETTINGS if isinstance(owner, nn.Module) else ():
-        if isinstance(getattr(own[name], "__dict__", None), dict):
-            values = numbers_of_attributes(own[name]).items()
-            found |= {f"{name}.{key}": x for key, x in values}
-    return found
-
-
-def floats_of(module: nn.Module) -> Options:
-    """The floats of a module that is made: epsilon, the rate of a dropout, those in its lists and
-    dicts; and the bits of its tensors that are no buffers.
-    """
-    found, tensors = numbers_of_attributes(module), Options()
-    own = ((n, x) for n, x in vars(module).items() if not any(word in n for word in _OF_A_RANK))
-    for name, x in own:
-        found |= numbers_in(name, x)
-        if has_bits(x) and x.numel() <= _MOST_ELEMENTS:
-            tensors[name] = int(bits_sum(x))
-    return {name: x for name, x in found.items() if type(x) is float} | tensors
-
-
-def _values_of(module: nn.Module) -> Options:
-    """Its numbers, but for those of a rank or of dynamo, words, and what else it computes with."""
-    functions, found = (FunctionType, BuiltinFunctionType), numbers_of_attributes(module)
-    for name, x in vars(module).items():
-        if isinstance(x, functions):
-            found[name] = x.__qualname__
-            with suppress(ValueError):  # a name that has no value yet
-                held = [cell.cell_contents for cell in getattr(x, "__closure__", None) or ()]
-                found |= numbers_in(f"{name}.closure", held)
-        elif isinstance(x, str) and x.isalpha():
-            found[name] = x
-    return found
-
-
-#: The numbers of operations that no shape decides.
-_SAVED_NUMBERS: Final = (
-    *("reduction", "ignore_index", "beta", "delta", "alpha", "exponent", "p", "other", "min"),
-    *("max", "negative_slope", "is_causal", "eps"),
-)
-
-
-def operations_of_pass() -> Options:
-    """The kinds of nodes in the graph that is differentiated; none if no call of it is found.
-
-    Those between a loss and its first node of several inputs are one more, in their order.
-    """
-    nodes = [x.grad_fn for x in leaves(_differentiated(), Tensor) if x.grad_fn is not None]
-    last = [" of ".join(filter(None, map(_kind, _before_branch(node)))) for node in nodes]
-    seen = set(nodes)
-    while nodes:
-        new = {*_inputs(nodes.pop())} - seen
-        seen |= new
-        nodes += new
-    kinds = sorted({_kind(node) for node in seen} - {""})
-    found = {f"the operation {kind} in the loss": True for kind in kinds}
-    return {"the last operations of the loss": last, **found}
-
-
-def _inputs(node: Any) -> list[Any]:
-    return [each for each, _ in node.next_functions if each is not None]
-
-
-def _before_branch(node: Any) -> Iterable[Any]:
-    inputs = [node]
-    while len(inputs) == 1:
-        yield inputs[0]
-        inputs = _inputs(inputs[0])
-
-
-def _kind(node: Any) -> str:
-    """With the numbers that no shape decides: a mean and a sum differ in the first.
-
-    None of a view: whether it is copied depends on the shapes of a rank's rows.
-    """
-    if any(word in node.name() for word in ("View", "Clone")):
-        return ""
-    known = list[str]()
-    for name in _SAVED_NUMBERS:
-        with suppress(AttributeError, RuntimeError):  # a tensor, which the pass has freed
-            value = getattr(node, f"_saved_{name}")
-            known += [f"{name}={value}"] if isinstance(value, NUMBERS) else []
-    return " ".join((node.name(), *known))
-
-
-def _differentiated() -> Any:
-    """The tensors of the call of `backward` that runs. Keeps no frame, which would keep a model."""
-    found, frames = None, [sys._getframe(1), *sys._current_frames().values()]
-    while frames and found is None:
-        frame: FrameType | None = frames.pop(0)
-        while frame is not None and frame.f_code is not torch.autograd.backward.__code__:
-            frame = frame.f_back
-        found = None if frame is None else frame.f_locals["tensors"]
-        del frame
-    frames.clear()
-    return found

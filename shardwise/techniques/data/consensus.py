@@ -25,9 +25,10 @@ from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.tools.tree import leaves
 from shardwise.techniques.data.buffers import Buffers
-from shardwise.techniques.data.checksum import operations_of_pass, share_numbers
+from shardwise.techniques.data.checksum import share_numbers
+from shardwise.techniques.data.doubts import operations_of_pass
 from shardwise.techniques.data.flat.flat_parameter import Flat
-from shardwise.techniques.data.outputs import Scaling
+from shardwise.techniques.data.outputs import Scaling, Scalings
 from shardwise.techniques.data.same_on_ranks import SameOnRanks
 
 #: Checksums are below it.
@@ -66,7 +67,7 @@ class Consensus:
         #: of the first forward pass of a loop: a checksum of its inputs, and the square
         self.share = doubles_on([0, 0], device)
         #: the sums of a step, on their way to the host
-        self.unread: tuple[HostNumbers, Scaling] | None = None
+        self.unread: tuple[HostNumbers, Scalings] | None = None
 
     def gathers(self, unit: int) -> None:
         self.gathered = (31 * self.gathered + unit + 1) % MARKS
@@ -87,12 +88,14 @@ class Consensus:
     def flags(self) -> list[bool]:
         return [flag for group in self.trained for flag in group.grads.has_grad]
 
-    def begin(self, scaling: Scaling) -> None:
-        """Begin to sum the summary of a backward pass, and what `scaling` adds."""
+    def begin(self, scalings: Scalings) -> None:
+        """Begin to sum the summary of a backward pass, and what `scalings` add."""
         if self.ranks > 1:  # as many numbers in each step: a rank may be a step ahead
-            own = torch.cat([scaling.joined(self.summary()), self.share])
+            own = torch.cat([self.summary(), self.share])
+            for scaling in scalings:
+                own = scaling.joined(own)
             self.share = torch.zeros_like(self.share)
-            self.unread = HostNumbers(self.begin_agree(own).wait()), scaling
+            self.unread = HostNumbers(self.begin_agree(own).wait()), scalings
         self.same.doubts.passes = 0
 
     def end(self) -> None:
@@ -109,8 +112,10 @@ class Consensus:
         """
         unread, self.unread = self.unread, None
         if unread is not None:
-            numbers, scaling = unread
-            *found, total, squares = scaling.compared(numbers.read())
+            numbers = unread[0].read()
+            for scaling in reversed(unread[1]):
+                numbers = scaling.compared(numbers)
+            *found, total, squares = numbers
             if not self.same.data_rank():
                 part = "world.size, world.rank", "world.rank::world.size"
                 warn_of_equal_shares((total, squares), self.ranks, *part)

@@ -1,4 +1,4 @@
-"""The tensors of a module's output; and gradients that a program scaled differently on each rank.
+"""The tensors of a module's output; gradients and weights that ranks scale by other factors.
 
 `torch.nn.utils.clip_grad_norm_` over pieces of parameters takes the norm of one rank's pieces, so
 that each rank scales by its own factor. No hook sees that call, but its effect shows:
@@ -10,18 +10,20 @@ that each rank scales by its own factor. No hook sees that call, but its effect 
                       with a variance differ, which is an InputError on all ranks
 
 A factor that is the same on all ranks (sw.clip_grad_norm, a gradient scaler) has no variance;
-clip_grad_value_ is not one factor.
+clip_grad_value_ is not one factor.  Shards of weights that the program writes to between two steps
+are compared as well, once it has done so: before, only their versions are noted.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise.core.errors import bad
 from shardwise.core.tools.tree import PLAIN, mapped, parts
+from shardwise.techniques.data.doubts import Doubts
 from shardwise.techniques.data.flat.flat_parameter import Flat
 
 #: Types without tensors.
@@ -101,43 +103,50 @@ _SAMPLE = 64
 _HOW = "scaled by another factor", "clipped at another value"
 
 
-#: The gradient of a flat parameter, and of how many parameters it is.
-Gradient = Callable[[], tuple[Tensor | None, int]]
+#: The gradient of a flat parameter, its version, and of how many parameters it is.
+Gradient = Callable[[], tuple[Tensor | None, int, int]]
 
 
 class Scaling:
     """How a program changes `gradients`: by a factor, or by clipping each element at a bound.
-    `compares` on all ranks or on none.
+    `compares` on all ranks or on none. `warn`: they are weights, of which ranks are warned.
     """
 
     def __init__(
-        self, gradients: Sequence[Gradient], dtypes: Iterable[torch.dtype], *, compares: bool = True
+        self,
+        gradients: Sequence[Gradient],
+        dtypes: Iterable[torch.dtype],
+        *,
+        compares: bool = True,
+        warn: Callable[[Exception], None] | None = None,
     ) -> None:
-        self.gradients, self.compares = gradients, compares
+        self.gradients, self.compares, self.warn = gradients, compares, warn
+        self.samples = warn is None  # else from the first change on
         self.rounding = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
-        self.noted: list[tuple[Gradient, Tensor, int]] = []
+        self.noted: list[tuple[Gradient, Tensor | None, int]] = []
         self.changed: list[tuple[Tensor, Tensor]] = []
         self.kept = False  # an optimizer stepped on the gradients of the backward pass
 
     def note(self) -> None:
-        """A backward pass has ended: remember its gradients."""
-        self.changed, self.kept = [], False
-        self.noted = [
-            (each, _sample(gradient).clone(), gradient._version)
-            for each in self.gradients
-            if (gradient := each()[0]) is not None
-        ]
+        """A backward pass has ended, or a step: remember its gradients, or weights."""
+        self.changed, self.kept, self.noted = [], False, []
+        for each in self.gradients:
+            gradient, version, _ = each()
+            if gradient is not None:
+                sample = _sample(gradient).clone() if self.samples else None
+                self.noted.append((each, sample, version))
 
     def look(self) -> int:
         """An optimizer is about to step: see which gradients have changed, and how often."""
         self.kept, writes = bool(self.noted), 0
         for noted in list(self.noted):
-            (gradient, count), sample, version = noted[0](), *noted[1:]
-            self.kept &= gradient is not None and gradient._version == version
-            writes += 0 if gradient is None else gradient._version - version
-            if gradient is not None and count and gradient._version - version >= count:
+            (gradient, now, count), sample, version = noted[0](), *noted[1:]
+            self.kept &= gradient is not None and now == version
+            writes += 0 if gradient is None else now - version
+            if gradient is not None and count and now - version >= count:
                 self.noted.remove(noted)
-                self.changed.append((sample, _sample(gradient).clone()))
+                self.changed += [] if sample is None else [(sample, _sample(gradient).clone())]
+        self.samples |= writes > 0
         return writes
 
     @torch.no_grad()
@@ -145,6 +154,8 @@ class Scaling:
         """Numbers that the ranks sum; first the factor's and the bound's, 0 if there is none."""
         if not self.compares:
             return numbers
+        if self.warn is not None:
+            self.look()
         if not self.changed:
             return torch.cat([numbers.new_tensor([self.kept] * 3 + [0] * 3), numbers])
         old, new = (torch.cat([pair[k] for pair in self.changed]).double() for k in (0, 1))
@@ -168,25 +179,41 @@ class Scaling:
             mean = total / max(count, 1)
             least = max(1e-3, 2 * self.rounding) * mean
             if count > 1 and squares / count - mean * mean > least * least:
-                raise bad(
-                    f"gradients that each rank {how} before the last optimizer step. "
-                    "(torch.nn.utils.clip_grad_norm_ on a sharded module takes the norm of one "
-                    "rank's parameters.)",
-                    "one factor or bound on all ranks. The step was wrong: continue from a "
-                    "checkpoint before it",
-                    "sw.clip_grad_norm(module, max_norm)",
-                )
+                if self.warn is None:
+                    raise bad(
+                        f"gradients that each rank {how} before the last optimizer step. "
+                        "(torch.nn.utils.clip_grad_norm_ on a sharded module takes the norm of one "
+                        "rank's parameters.)",
+                        "one factor or bound on all ranks. The step was wrong: continue from a "
+                        "checkpoint before it",
+                        "sw.clip_grad_norm(module, max_norm)",
+                    )
+                what, one = f"weights that each rank {how}", "one factor or bound on all ranks"
+                self.warn(bad(f"{what} after an optimizer step", one, "the same line on each rank"))
         return sums[6:]
 
 
-def scaling_of(flats: Iterable[Flat]) -> Scaling:
+class Scalings(NamedTuple):
+    """Of sharded flat parameters."""
+
+    gradients: Scaling
+    weights: Scaling
+
+
+def scalings_of(flats: Iterable[Flat], doubts: Doubts) -> Scalings:
     split = [flat for flat in flats if flat.trained and flat.split]
-    gradients = [partial(_of_flat, flat) for flat in split]
-    return Scaling(gradients, [flat.dtype for flat in split], compares=bool(split))
+    make = partial(Scaling, dtypes=[flat.dtype for flat in split], compares=bool(split))
+    of = ([partial(each, flat) for flat in split] for each in (_gradient_of, _weights_of))
+    return Scalings(make(next(of)), make(next(of), warn=partial(doubts.warn, "writes")))
 
 
-def _of_flat(flat: Flat) -> tuple[Tensor | None, int]:
-    return flat.grads.gshard, sum(p.grad is not None for p in flat.params)
+def _gradient_of(flat: Flat) -> tuple[Tensor | None, int, int]:
+    x = flat.grads.gshard
+    return x, 0 if x is None else x._version, sum(p.grad is not None for p in flat.params)
+
+
+def _weights_of(flat: Flat) -> tuple[Tensor | None, int, int]:
+    return flat.shard, sum(p._version for p in flat.params), len(flat.params)
 
 
 def _sample(gradient: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
     options    of the optimizer's groups: rates, betas, ...; autocast            in each step
     facts      of a loop: steps of its optimizers, sw.clip_grad_norm, ...        in each step
     flags      training of modules, requires_grad of parameters                  in each step
-    doubts     what may be no mistake (checksum.py); a warning                     in each step
+    doubts     what may be no mistake (doubts.py); a warning                       in each step
     batch      along cp, tp and pp: shapes, and the sum of the bits              in each step
     weights    that several data ranks hold: all of them under ddp, the          every `every` steps
                shards of hybrid sharding, what zero1 and zero2 keep gathered,
@@ -45,8 +45,6 @@ from shardwise.comm.world import Axis
 from shardwise.core.errors import InputError, bad
 from shardwise.core.mesh import PIPELINE
 from shardwise.techniques.data.checksum import (
-    KINDS,
-    Doubts,
     Options,
     Reruns,
     Values,
@@ -56,6 +54,7 @@ from shardwise.techniques.data.checksum import (
     shown,
     text_hash,
 )
+from shardwise.techniques.data.doubts import KINDS, Doubts
 from shardwise.techniques.data.flat.flat_parameter import Flat, State
 
 #: Steps between two comparisons of weights, unless an engine says otherwise.

@@ -30,7 +30,7 @@ from shardwise.core.tools.structure import BY_ENGINE, BY_HAND, Structure, graph_
 from shardwise.core.unit_order import CallPlace
 from shardwise.techniques.data.consensus import Consensus
 from shardwise.techniques.data.flat.flat_parameter import Flat
-from shardwise.techniques.data.outputs import Output, scaling_of, tensors_in, watch
+from shardwise.techniques.data.outputs import Output, scalings_of, tensors_in, watch
 from shardwise.techniques.data.units import (
     GradientHooks,
     Pace,
@@ -91,7 +91,7 @@ class Data:
         self.mute = False  # whether gradients of this backward pass count for nothing
         self.handles: list[RemovableHandle | Lease] = []  # of all that is on the model or opened
         flats = [group for unit in units.order for group in unit.groups]
-        self.scaling = scaling_of(flats if pace.by_hand else ())
+        self.scalings = scalings_of(flats if pace.by_hand else (), consensus.same.doubts)
         self.whole = WeakKeyDictionary[Optimizer, Any]()  # WholeSteps (owners.py)
         self.optimizers = WeakKeyDictionary[Optimizer, int]()  # and `versions` of their states
         self.on_grads = GradientHooks(self.collected)
@@ -202,7 +202,7 @@ class Data:
         """All ranks save or gather the state: compare what they have, and their last step."""
         self.between_passes()
         self.units.take_assigned()
-        self.consensus.meet(self.scaling)
+        self.consensus.meet(self.scalings.gradients)
 
     # --- the gradients of a step ----------------------------------------------------------------
 
@@ -441,10 +441,10 @@ class Data:
         self._do(self.order.end_backward())
         self.computes_loss = False
         if self.pace.by_hand and self.sync:
-            self.consensus.begin(self.scaling)
+            self.consensus.begin(self.scalings)
             self.finish_sums()
             self.consensus.end()
             for unit in self.units.order:
                 unit.attach_grads()
-            self.scaling.note()
+            self.scalings.gradients.note()
             self.units.step_in_backward()
