@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.comm.world import Axis, World
+from shardwise.comm.world import Axis, World, alone
 from shardwise.core.errors import InputError
 from shardwise.core.layouts.param_layout import AxisLayout, Layout
 from shardwise.core.mesh import Mesh
 from shardwise.engine.checks import consistency
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import Predictor
-from shardwise.techniques.data.checksum import weighted
+from shardwise.techniques.data.checksum import WEIGHTS, bits_sum, weighted
 from shardwise.techniques.data.same_on_ranks import SameOnRanks
 from tests.engine.cases import ranks_of, refusal
 from tests.engine.tensors import sent
@@ -346,6 +346,20 @@ def test_sums_with_weights_tell_tensors_apart(numel: int, at: int, seed: int):
         swapped[at], swapped[at + 1] = x[at + 1], x[at]
         assert weighted(swapped) != weighted(x)
     assert weighted(x.view(numel, 1)) == weighted(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_every_bit_counts(dtype: torch.dtype):
+    """Whichever bit of whichever element turns over, the number that ranks compare changes."""
+    hashes = engine_of(alone(), Small(), "fp32").consensus.same.hashes
+    x = torch.randn(2 * WEIGHTS + 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    before = bits_sum(x).remainder(hashes)
+    for index in (0, 1, 2, 3, WEIGHTS - 1, WEIGHTS, 2 * WEIGHTS + 2):
+        for bit in range(8 * x.element_size()):
+            other = x.clone()
+            other.view(whole)[index] ^= torch.ones((), dtype=whole) << bit
+            assert bits_sum(other).remainder(hashes) != before, f"bit {bit} of element {index}"
 
 
 def other_batch(world: World, plan: str, every: int, last: int = 2) -> tuple[list[bool], str]:

@@ -14,6 +14,7 @@ Graphs, hooks, numbers and reads are compared every so many steps, the others in
 """
 
 import dis
+import re
 import sys
 import warnings
 from collections import defaultdict
@@ -34,7 +35,7 @@ from shardwise.techniques.data.checksum import NUMBERS, Options, bits_sum, has_b
 from shardwise.techniques.data.flat.flat_parameter import Flat
 
 #: Names of attributes that may differ between ranks, or that others compare; and those of settings.
-_OF_A_RANK: Final = "rank", "dynamo", "training", "procid", "localid", "visible_devices"
+_of_a_rank = re.compile("rank|dynamo|training|procid|localid|device|gpu", re.IGNORECASE).search
 _MOST_ITEMS, _MOST_ELEMENTS = 64, 2**16  # of a list among them, of a tensor
 _SETTINGS: Final = {"config", "cfg", "args", "hparams", "params", "options"}
 KINDS: Final = {
@@ -104,28 +105,14 @@ def numbers_in(name: str, x: Any) -> Options:
     return {f"{name}[{key!r}]": y for key, y in short.items() if isinstance(y, NUMBERS)}
 
 
-def numbers_of_attributes(owner: object) -> Options:
-    """The numbers among the attributes of a module, and among those of its `config`, or `args`."""
-    own = {n: x for n, x in vars(owner).items() if not any(word in n for word in _OF_A_RANK)}
-    found = {name: x for name, x in own.items() if isinstance(x, NUMBERS)}
-    for name in own.keys() & _SETTINGS if isinstance(owner, nn.Module) else ():
-        if isinstance(getattr(own[name], "__dict__", None), dict):
-            values = numbers_of_attributes(own[name]).items()
-            found |= {f"{name}.{key}": x for key, x in values}
-    return found
-
-
 def floats_of(module: nn.Module) -> Options:
     """The floats of a module that is made: epsilon, the rate of a dropout, those in its lists and
     dicts; and the bits of its tensors that are no buffers.
     """
-    found, tensors = numbers_of_attributes(module), Options()
-    own = ((n, x) for n, x in vars(module).items() if not any(word in n for word in _OF_A_RANK))
-    for name, x in own:
-        found |= numbers_in(name, x)
-        if has_bits(x) and x.numel() <= _MOST_ELEMENTS:
-            tensors[name] = int(bits_sum(x))
-    return {name: x for name, x in found.items() if type(x) is float} | tensors
+    found = _values_of(module, _lengths(module)).items()
+    own = ((name, x) for name, x in vars(module).items() if has_bits(x) and not _of_a_rank(name))
+    tensors = {name: int(bits_sum(x)) for name, x in own if x.numel() <= _MOST_ELEMENTS}
+    return {name: x for name, x in found if type(x) is float} | tensors
 
 
 def _lengths(module: nn.Module) -> dict[str, int]:
@@ -133,20 +120,21 @@ def _lengths(module: nn.Module) -> dict[str, int]:
 
 
 def _values_of(module: nn.Module, lengths: Mapping[str, int]) -> Options:
-    """Its numbers, but for those of a rank or of dynamo, words, and what else it computes with.
-    Of a list or dict that still has its length: one that grows is a record.
+    """Its numbers, but for those of a rank or of dynamo, words, those of its `config`, or `args`,
+    and of lists and dicts that have these lengths: one that grows is a record; functions.
     """
-    found = numbers_of_attributes(module)
+    found = Options()
     for name, x in vars(module).items():
-        if name in lengths and isinstance(x, list | tuple | dict) and len(x) == lengths[name]:
-            found |= numbers_in(name, x)
-        elif isinstance(x, _FUNCTIONS):
-            found[name] = x.__qualname__
-            read = {} if _installed(x) else values_read(x)
-            found |= {f"{key} in {name}": y for key, y in read.items()}
-        elif isinstance(x, str) and x.isalpha():
+        if isinstance(x, NUMBERS) or (isinstance(x, str) and x.isalpha()):
             found[name] = x
-    return found
+        elif isinstance(x, list | tuple | dict):
+            found |= numbers_in(name, x) if len(x) == lengths.get(name) else {}
+        elif isinstance(x, _FUNCTIONS):
+            read = {} if _installed(x) else values_read(x)
+            found |= {name: x.__qualname__} | {f"{key} in {name}": y for key, y in read.items()}
+        elif name in _SETTINGS and isinstance(getattr(x, "__dict__", None), dict):
+            found |= {f"{name}.{key}": y for key, y in vars(x).items() if isinstance(y, NUMBERS)}
+    return {name: x for name, x in found.items() if not _of_a_rank(name)}
 
 
 # --- the operations of a loss -----------------------------------------------------------------
@@ -311,7 +299,7 @@ def values_read(function: Any, owner: type | None = None, seen: Iterable[Any] = 
     """
     found, done = Options(), {*seen, function}
     read = chain.from_iterable(read_by(layer, owner).items() for layer in layers_of(function))
-    for name, x in ((n, x) for n, x in read if not any(word in n.lower() for word in _OF_A_RANK)):
+    for name, x in ((name, x) for name, x in read if not _of_a_rank(name)):
         found |= numbers_in(name, x)
         if isinstance(x, str) and (x.isalpha() or name.startswith(_VARIABLE)):
             found[name] = x
