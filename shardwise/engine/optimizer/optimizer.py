@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.comm.tiers.tiers import Tiers
 from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import short_repr
 from shardwise.core.tools.tree import leaves
@@ -69,6 +70,9 @@ class ShardedOptimizer(Optimizer, ABC):
     `masters` are by the number of a flat group; `engine.step` drives it.
     """
 
+    tiers: Tiers
+    #: Whether all flat groups are updated in one call.
+    together = True
     #: Whether an update multiplies gradients of 32 bits and more in place.
     scales_in_place = True
 

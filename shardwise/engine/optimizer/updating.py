@@ -9,9 +9,9 @@ An updater decides where: on this thread, on a thread of the host, or beside the
 InPlace     each part when its gradients have arrived, on the thread that runs the step; or all
             together, when the last has arrived: their states stream from a disk, or the optimizer
             needs whole tensors or counts its calls
-HostThread  on a thread of the host, which updates in one call all that waits, up to a size
-NextStep    on such a thread, beside the next step (the delayed parameter update of ZeRO-Offload).
-            Step 4 computes with the parameters that the update of step 2 made:
+OnHost      each part on a thread of the host; or all beside the next step (the delayed parameter
+            update of ZeRO-Offload).  Step 4 computes with the parameters that the update of step 2
+            made:
 
     main thread    forward 3, backward 3 | publish 2 | forward 4, backward 4 | publish 3 | ...
     host thread    update 2 ............             | update 3 ............             | ...
@@ -29,7 +29,6 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from threading import Event
 from typing import Any, Final
 
@@ -55,7 +54,7 @@ from shardwise.techniques.data.units import Unit
 from shardwise.techniques.offload.disk_optimizer import DiskOptimizer
 from shardwise.techniques.offload.word import Offload
 
-#: The bytes of one call: with fewer, calls of torch's optimizer cost a tenth of the update.
+#: The bytes of one call on a thread of the host, if all gradients are there.
 MOST_BYTES: Final = 2**26
 #: The delay of a late update after `finish`; and the longest time that it waits for `finish`.
 LATE_S: Final = 0.02
@@ -65,21 +64,25 @@ MOST_S: Final = 10.0
 class Updater(ABC):
     """Updates the flat groups of an optimizer once a step, unless the step is skipped.
 
+    most_bytes   of one call, if all gradients are there
     late         make updates beside a step only when `finish` waits for them, as on a slow host
     by_schedule  the schedule updates each stage during the step (pipeline/weight_stashing.py)
     pending      an update has begun that `finish` has not made visible
     """
 
+    most_bytes = math.inf
     late = by_schedule = pending = False
 
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self.optimizer = optimizer
 
     @abstractmethod
-    def update(self, parts: Iterable[Sequence[Flat]], factor: Factor, most_bytes: int) -> None:
-        """Update parts as they arrive, from their gradients times `factor`. `most_bytes` bounds
-        what another thread updates in one call, if that is several flat groups.
-        """
+    def update(self, parts: Iterable[Sequence[Flat]], factor: Factor) -> None:
+        """Update parts as they arrive, from their gradients times `factor`."""
+
+    def delays(self) -> bool:
+        """Whether the update of this step is made beside the next one."""
+        return False
 
     def _end(self, part: Sequence[Flat]) -> None:
         self.optimizer.publish(part)
@@ -95,91 +98,62 @@ class Updater(ABC):
 
 
 class InPlace(Updater):
-    """Updates each part when it has arrived; or all `together`, so that a disk is read ahead."""
+    """Each part at once."""
 
-    def __init__(self, optimizer: ShardedOptimizer, *, together: bool = False) -> None:
-        super().__init__(optimizer)
-        self.together = together
-
-    def update(self, parts: Iterable[Sequence[Flat]], factor: Factor, most_bytes: int) -> None:
-        for part in [[*chain.from_iterable(parts)]] if self.together else parts:
+    def update(self, parts: Iterable[Sequence[Flat]], factor: Factor) -> None:
+        for part in parts:
             self.optimizer.update(part, factor)
             self._end(part)
 
 
-class HostThread(Updater):
-    """Updates on a thread, which lives as long as a call of `update`."""
+class OnHost(Updater):
+    """On a thread that ends after the last update of the step."""
 
-    def __init__(self, optimizer: ShardedOptimizer, *, inline: bool = False) -> None:
+    most_bytes = MOST_BYTES
+
+    def __init__(self, optimizer: ShardedOptimizer, delayed: Callable[[], bool]) -> None:
         super().__init__(optimizer)
-        self.inline = inline
-
-    def update(self, parts: Iterable[Sequence[Flat]], factor: Factor, most_bytes: int) -> None:
-        """Publish updates when something else arrives, or at the end."""
-        waiting, running = deque[list[Flat]](), deque[Future[list[Flat]]]()
-        take = partial(self._take, waiting, factor, most_bytes)
-        bounded = (pieces(part, most_bytes) for part in parts)
-        thread = _thread(inline=self.inline)
-        try:
-            for piece in chain.from_iterable(bounded):
-                waiting.append(piece)
-                running.append(thread.submit(take))
-                while running and running[0].done():
-                    self._end(running.popleft().result())
-            while running:
-                self._end(running.popleft().result())
-        finally:
-            thread.shutdown(wait=True, cancel_futures=True)
-
-    def _take(self, waiting: deque[list[Flat]], factor: Factor, most_bytes: int) -> list[Flat]:
-        """Update what waits; nothing if an earlier call has taken it."""
-        taken: list[Flat] = []
-        while waiting and (not taken or size_bytes(taken + waiting[0]) <= most_bytes):
-            taken += waiting.popleft()
-        if taken:
-            self.optimizer.update(taken, factor)
-        return taken
-
-
-class NextStep(Updater):
-    """The updates of one step, in order on a thread of the host, until `finish`.
-
-    order     all flat groups, in the order in which the next step uses them
-    delays    whether the update of this step is delayed; else it is made within the step
-    """
-
-    def __init__(
-        self,
-        optimizer: ShardedOptimizer,
-        order: Callable[[], Sequence[Flat]],
-        delays: Callable[[], bool],
-        *,
-        inline: bool = False,
-    ) -> None:
-        super().__init__(optimizer)
-        self.order, self.delays = order, delays
-        self.at_once = HostThread(optimizer, inline=inline)
+        self.delayed = delayed
         self._asked = Event()  # `finish` waits
-        self._running: list[tuple[Future[Any], list[Flat]]] = []
+        self._running: list[tuple[Future[Any], Sequence[Flat]]] = []
 
     @property
     def pending(self) -> bool:
         return bool(self._running)
 
-    def update(self, parts: Iterable[Sequence[Flat]], factor: Factor, most_bytes: int) -> None:
-        """When all parts have arrived, finish the last step's update and begin theirs."""
-        if not self.delays():
-            self.finish()
-            self.at_once.update(parts, factor, most_bytes)
+    def delays(self) -> bool:
+        return self.delayed()
+
+    def update(self, parts: Iterable[Sequence[Flat]], factor: Factor) -> None:
+        """Publish updates when another part arrives, or at the end; or leave it to `finish`."""
+        if self.delays():
+            self._update_later([*parts], factor)
             return
-        deque(parts, maxlen=0)
         self.finish()
-        every = list(pieces(self.order(), most_bytes))
-        updates = [self.optimizer.later(piece, factor) for piece in every]
-        self._asked, thread = Event(), _thread(inline=self.at_once.inline)
+        thread, running = self._thread(), deque[tuple[Future[None], Sequence[Flat]]]()
+        try:
+            for part in parts:
+                running.append((thread.submit(self.optimizer.update, part, factor), part))
+                while running and running[0][0].done():
+                    self._end_first(running)
+            while running:
+                self._end_first(running)
+        finally:
+            thread.shutdown(wait=True, cancel_futures=True)
+
+    def _end_first(self, running: deque[tuple[Future[None], Sequence[Flat]]]) -> None:
+        update, part = running.popleft()
+        update.result()
+        self._end(part)
+
+    def _update_later(self, parts: Sequence[Sequence[Flat]], factor: Factor) -> None:
+        """Finish the last step's update and begin this one."""
+        self.finish()
+        updates = [self.optimizer.later(part, factor) for part in parts]
+        self._asked, thread = Event(), self._thread()
         begun = [thread.submit(self._run, update) for update in updates]
-        self._running = list(zip(begun, every, strict=True))
-        thread.shutdown(wait=False)  # it ends after the last update
+        self._running = list(zip(begun, parts, strict=True))
+        thread.shutdown(wait=False)
 
     def _run(self, update: Callable[[], None]) -> None:
         if self.late:
@@ -190,25 +164,20 @@ class NextStep(Updater):
     def finish(self) -> None:
         running, self._running = self._running, []
         self._asked.set()
-        for update, piece in running:
+        for update, part in running:
             update.result()
-            self.optimizer.publish(piece)
+            self.optimizer.publish(part)
+
+    def _thread(self) -> Executor:
+        """A thread for updates, with as many threads of OpenMP as this one."""
+        if self.optimizer.tiers.device.type == "meta":
+            return _Inline()
+        threads = torch.get_num_threads()
+        return ThreadPoolExecutor(1, "shardwise-update", torch.set_num_threads, (threads,))
 
 
 def size_bytes(flats: Iterable[Flat]) -> int:
     return sum(flat.shard.nbytes for flat in flats)
-
-
-def pieces(flats: Iterable[Flat], least_bytes: float) -> Iterator[list[Flat]]:
-    """Flat groups in lists of at least this size; the last may be smaller."""
-    piece: list[Flat] = []
-    for flat in flats:
-        piece.append(flat)
-        if size_bytes(piece) >= least_bytes:
-            yield piece
-            piece = []
-    if piece:
-        yield piece
 
 
 class _Inline(Executor):
@@ -218,14 +187,6 @@ class _Inline(Executor):
         done = Future[Any]()
         done.set_result(fn(*args, **kwargs))
         return done
-
-
-def _thread(*, inline: bool) -> Executor:
-    """A thread for updates, with as many threads of OpenMP as this one."""
-    if inline:
-        return _Inline()
-    threads = torch.get_num_threads()
-    return ThreadPoolExecutor(1, "shardwise-update", torch.set_num_threads, (threads,))
 
 
 # --- what a step updates --------------------------------------------------------------------------
@@ -240,22 +201,14 @@ def optimizer_and_updater(
     steps: Callable[[], int],
 ) -> tuple[ShardedOptimizer, Updater]:
     """The optimizer of the trained flat groups, and its updater; `steps()` counts steps."""
-
-    def order() -> list[Flat]:
-        return [flat for unit in data.units.order for flat in unit.trained]
-
+    order = [flat for unit in data.units.order for flat in unit.trained]
     if disk is not None:
-        optimizer = DiskOptimizer(spec, order(), tiers, disk)
-        return optimizer, InPlace(optimizer, together=True)
-    optimizer = MemoryOptimizer(spec, order(), tiers, data.units)
-    if spec.together:
-        return optimizer, InPlace(optimizer, together=True)
-    inline = tiers.device.type == "meta"
-    if not any(flat.moves.offload for flat in optimizer.flats):
+        optimizer = DiskOptimizer(spec, order, tiers, disk)
         return optimizer, InPlace(optimizer)
-    if offload is None or offload.undelayed is None:
-        return optimizer, HostThread(optimizer, inline=inline)
-    return optimizer, NextStep(optimizer, order, lambda: offload.delays(steps()), inline=inline)
+    optimizer = MemoryOptimizer(spec, order, tiers, data.units)
+    if spec.together or not any(flat.moves.offload for flat in order):
+        return optimizer, InPlace(optimizer)
+    return optimizer, OnHost(optimizer, lambda: offload is not None and offload.delays(steps()))
 
 
 @dataclass(frozen=True)
@@ -265,7 +218,8 @@ class Updates:
     norms        flat groups with the axes over which their squares of gradients are summed, before
                  `over_stages`
     clip         the bound on the norm of all gradients
-    early_bytes  units of at least this size together are updated in one call; None: EARLY_BYTES
+    early_bytes  units of at least this size together are updated in one call; None: EARLY_BYTES, or
+                 what the updater takes at most
     """
 
     optimizer: ShardedOptimizer
@@ -281,9 +235,8 @@ class Updates:
     @property
     def on_device(self) -> bool:
         """Whether the update waits for no number, on any rank or on none."""
-        updater = self.updater
-        in_place = isinstance(updater, InPlace) and not updater.together
-        return in_place and not self.scale.on and self.optimizer.skips_on_device
+        early = isinstance(self.updater, InPlace) and not self.optimizer.together
+        return early and not self.scale.on and self.optimizer.skips_on_device
 
     def update(
         self, arriving: Iterable[Unit], factor: Factor, norm: Tensor | float | None = None
@@ -293,12 +246,17 @@ class Updates:
 
         Small units are updated together: the overhead of a call exceeds its work on few elements.
         """
-        parts = self._parts(arriving, self.early_bytes or EARLY_BYTES)
+        units: Iterable[Unit] = self.data.units.order
+        least_bytes = self.early_bytes or self.updater.most_bytes
         if norm is not None:
-            parts = self._parts(self.data.units.order, math.inf)
             factor = factor._replace(value=self.shrink(norm) * factor.value)
+        elif self.updater.delays():
+            deque(arriving, maxlen=0)
+        else:
+            units, least_bytes = arriving, self.early_bytes or EARLY_BYTES
+        parts = self._parts(units, math.inf if self.optimizer.together else least_bytes)
         with nullcontext() if self.updater.by_schedule else self.optimizer.step_hooks():
-            self.updater.update(parts, factor, self.early_bytes or MOST_BYTES)
+            self.updater.update(parts, factor)
         self.optimizer.note()
         self.scale.update(overflow=False)
 

@@ -139,7 +139,7 @@ class Stale(Updater):
             self._show(stage, self._newest(stage))
             del self.kept[stage][version]
 
-    def update(self, parts: Iterable[Sequence[Flat]], factor: Factor, most_bytes: int) -> None:
+    def update(self, parts: Iterable[Sequence[Flat]], factor: Factor) -> None:
         """Keep the last factor as a number: `update_stage` has updated all."""
         if isinstance(last := self.optimizer.factor, Tensor):
             (self.optimizer.factor,) = HostNumbers(last.view(1)).read()

@@ -18,7 +18,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import updating
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
-from shardwise.engine.optimizer.updating import NextStep, Updates
+from shardwise.engine.optimizer.updating import OnHost, Updates
 from shardwise.techniques.data.flat import flat_parameter
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
 from shardwise.techniques.expert.apply import ExpertLayout
@@ -196,8 +196,8 @@ def a_delayed_update_with_the_next_rate(real, optimizer: ShardedOptimizer, *args
     return update
 
 
-@ROWS.around(DELAYED, NextStep, "finish")
-def a_delayed_update_not_awaited(real, later: NextStep) -> None:
+@ROWS.around(DELAYED, OnHost, "finish")
+def a_delayed_update_not_awaited(real, later: OnHost) -> None:
     """What the device gets are the masters of before the update, or of a part of it."""
     running, later._running = later._running, []
     real(later)
@@ -205,8 +205,8 @@ def a_delayed_update_not_awaited(real, later: NextStep) -> None:
         later.optimizer.publish(piece)
 
 
-@ROWS.around("dp2 zero1 offload:optim-delayed", NextStep, "finish")
-def delayed_updates_shown_too_early(_, later: NextStep) -> None:
+@ROWS.around("dp2 zero1 offload:optim-delayed", OnHost, "finish")
+def delayed_updates_shown_too_early(_, later: OnHost) -> None:
     """What the device gets are the masters of before the update."""
     running, later._running = later._running, []
     later._asked.set()
@@ -219,7 +219,7 @@ def delayed_updates_shown_too_early(_, later: NextStep) -> None:
 def a_load_over_a_pending_update(real, engine: Engine, *args: Any) -> Any:
     """The update is finished after the load, on the masters that it has read."""
     later = engine.updates.updater
-    if not isinstance(later, NextStep):
+    if not isinstance(later, OnHost):
         return real(engine, *args)
     running, later._running = later._running, []
     found = real(engine, *args)
