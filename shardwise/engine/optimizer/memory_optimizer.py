@@ -10,24 +10,32 @@ offload       masters (fp32, or the dtype of the weight), their gradients and th
               masters to the device, in the dtype of the weight.  Parameters that rest in host
               memory too are updated there, as above.
 
-A step of many small tensors costs more in calls than in arithmetic: neighbours in a block that one
-group of the optimizer updates element by element are one tensor (runs.py).
+A step of many small tensors costs more in calls than in arithmetic.  A class that updates each
+element alone updates neighbours of one group in a block as one tensor, a run:
+
+    block             | p0 ..... | p1 .. | p2 ......... |     p1 is of another group: no decay
+    runs              | run 0    | run 1 | run 2        |
+    state of run 0    step, exp_avg                           state of p0: step, a view of exp_avg
+
+That ends with the first update in which some have a gradient and others do not: from then on
+(`part`) each parameter is updated alone, until states are loaded that can be joined.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.comm.tiers.tiers import Tiers, begin_copy
+from shardwise.core.tools.tree import leaves
 from shardwise.engine.optimizer.optimizer import Factor, Member, ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.optimizer.optimizer_state import device_of
-from shardwise.engine.optimizer.runs import Runs
 from shardwise.engine.precision import HALF
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.units import Units
@@ -79,9 +87,8 @@ class MemoryOptimizer(ShardedOptimizer):
     ) -> None:
         """Update flat groups in one call; 16-bit ones one by one, for their fp32 gradients."""
         half = [k for k in gradients if self.flats[k].dtype in HALF]
-        plain = [k for k in gradients if k not in self.masters]
-        wide = [k for k in gradients if k in self.masters and k not in half]
-        parts = [[*gradients]] if self.together else [plain, wide, *([k] for k in half)]
+        wide = [k for k in gradients if k not in half]
+        parts = [[*gradients]] if self.together else [wide, *([k] for k in half)]
         for part in filter(None, parts):
             members = [pair for k in part for pair in self._attach(k, gradients[k], scale)]
             with self._whole(part, scale), self.only(members, skips):
@@ -102,11 +109,9 @@ class MemoryOptimizer(ShardedOptimizer):
     ) -> Iterator[None]:
         """Inside, the tensors that this rank owns are whole; at the end all ranks get theirs."""
         weights = {k: self.masters.get(k, self.flats[k].shard) for k in part}
-        with torch.no_grad():
-            self.owners.collect(weights, scale, update=update)
+        self.owners.collect(weights, scale, update=update)
         yield
-        with torch.no_grad():
-            self.owners.give(weights)
+        self.owners.give(weights)
 
     @torch.no_grad()
     def switch(self, mode: str) -> None:
@@ -117,15 +122,10 @@ class MemoryOptimizer(ShardedOptimizer):
         self.units.begin_unshard()
 
     def _end_step(self, k: int) -> None:
-        self._own(k, self.runs[k].detach())
+        self.runs[k].detach()
         if k in self.masters and not self.flats[k].moves.publish:
             self.tiers.settle(self.flats[k].shard)
             self.flats[k].shard.copy_(self.masters[k])
-
-    def _own(self, k: int, states: Sequence[Tensor]) -> None:
-        """Count new states of masters in host memory as host memory."""
-        for value in states if self.flats[k].moves.offload else ():
-            self.tiers.own(value)
 
     @torch.no_grad()
     def publish(self, flats: Sequence[Flat]) -> None:
@@ -150,7 +150,7 @@ class MemoryOptimizer(ShardedOptimizer):
     @torch.no_grad()
     def loaded(self) -> None:
         for k, runs in enumerate(self.runs):
-            self._own(k, runs.loaded())
+            runs.loaded()
             self._end_step(k)
         self.publish([self.flats[k] for k in self.masters])
 
@@ -164,3 +164,155 @@ class MemoryOptimizer(ShardedOptimizer):
 
 def _in_32_bits(gradient: Tensor, scale: Tensor | float) -> Tensor:
     return gradient.float().mul_(scale)
+
+
+@dataclass(eq=False)
+class FlatRun:
+    """Parameters `indices`, all of one group: the elements [low, high) of a block."""
+
+    group: int
+    indices: Sequence[int]
+    low: int
+    high: int
+    param: nn.Parameter
+    state: dict[str, Any] = field(default_factory=dict[str, Any])  # torch's, between two steps
+
+
+class Runs:
+    """The runs of the k-th flat parameter of an optimizer; none if it needs whole tensors."""
+
+    def __init__(self, optimizer: MemoryOptimizer, k: int) -> None:
+        self.optimizer, self.k, self.flat = optimizer, k, optimizer.flats[k]
+        self.targets, pieces = optimizer.targets[k], self.flat.pieces
+        self.shapes = [self.flat.views.part(i, self.flat.shard).shape for i in range(len(pieces))]
+        self.groups = [optimizer.group_of[id(target)] for target in self.targets]
+        named = zip(self.flat.names, self.flat.shapes, strict=True)
+        whole = any(optimizer.spec.is_whole(name, len(shape)) for name, shape in named)
+        self.none = optimizer.masters.get(k, self.flat.shard).new_empty(0)
+        self.runs: list[FlatRun] = []
+        for group, run in groupby(range(0 if whole else len(pieces)), self.groups.__getitem__):
+            indices = [*run]
+            low, high = pieces[indices[0]][0], pieces[indices[-1]][1]
+            self.runs.append(FlatRun(group, indices, low, high, nn.Parameter(self.none)))
+        self.shown = 0
+        self.joined = self._join()
+
+    def states(self, indices: Iterable[int] | None = None) -> list[dict[str, Any]]:
+        """Torch's states of these parameters, or of all."""
+        found = range(len(self.targets)) if indices is None else indices
+        return [self.optimizer.state.get(self.targets[i], {}) for i in found]
+
+    def attach(self, block: Tensor, values: Tensor | None, used: Sequence[bool]) -> list[Member]:
+        """The tensors to update, with their gradients: parts of `block` and of `values`."""
+        if self.joined and not any(used):
+            return []
+        if self.joined and self._shown() != self.shown:  # the program has reset or replaced states
+            self.optimizer.replaced = True
+            if not self._join():
+                self.part()
+        if not all(used):
+            self.part()
+        if self.joined:
+            assert values is not None
+            for run in self.runs:
+                run.param.data = block[run.low : run.high]
+                run.param.grad = values[run.low : run.high]
+                if run.state:
+                    self.optimizer.state[run.param] = dict(run.state)
+            return [(run.group, run.param) for run in self.runs]
+        for i, target in enumerate(self.targets):
+            if (self.k, i) not in self.optimizer.owners.targets:  # else collected there
+                graded = values if used[i] else None
+                target.grad = None if graded is None else self.flat.views.part(i, graded)
+        return list(zip(self.groups, self.targets, strict=True))
+
+    def detach(self) -> None:
+        """Drop the gradients after an update, and take the states that it may have made."""
+        made = not self.joined
+        for target in self.targets if made else ():
+            target.grad = None
+        for run in self.runs if self.joined else ():
+            run.param.grad, run.param.data = None, self.none  # the block may be replaced
+            state = self.optimizer.state.pop(run.param, run.state)
+            if any(run.state.get(key) is not value for key, value in state.items()):
+                self._show(run, state)
+                made = True
+        if made:
+            self._own()
+
+    def _own(self) -> None:
+        """Count states of masters in host memory as host memory."""
+        self.shown = self._shown() if self.joined else 0
+        for value in leaves(self.states(), Tensor) if self.flat.moves.offload else ():
+            self.optimizer.tiers.own(value)
+
+    def _shown(self) -> int:
+        """A hash that changes if a parameter's state is replaced by another object."""
+        return hash(tuple(id(value) for state in self.states() for value in state.values()))
+
+    def _show(self, run: FlatRun, state: dict[str, Any]) -> None:
+        run.state = state
+        for i in run.indices:
+            low, high = (end - run.low for end in self.flat.pieces[i])
+            self.optimizer.state[self.targets[i]] = {
+                key: value[low:high].view(self.shapes[i])
+                if isinstance(value, Tensor) and value.shape == (run.high - run.low,)
+                else value
+                for key, value in state.items()
+            }
+
+    def part(self) -> None:
+        """Update each parameter alone from now on, with a step count of its own."""
+        for run in self.runs if self.joined else ():
+            known = set[int]()  # tensors that several parameters have: the step count
+            for state in self.states(run.indices):
+                shared = {k: v for k, v in state.items() if id(v) in known}
+                known |= set(map(id, state.values()))
+                state |= {k: v.clone() for k, v in shared.items() if isinstance(v, Tensor)}
+            run.state = {}
+        self.joined = False
+
+    def loaded(self) -> None:
+        """Join equal states into runs again after loading."""
+        self.joined = self.joined or self._join()
+        self._own()
+
+    def held(self) -> list[dict[str, Any]]:
+        return [run.state for run in self.runs] if self.joined else self.states()
+
+    @torch.no_grad()
+    def _join(self) -> bool:
+        """Make the states of each run one; returns whether it can be done for all."""
+        found = [self._joined(run, self.states(run.indices)) for run in self.runs]
+        if None in found:
+            return False
+        for run, state in zip(self.runs, found, strict=True):
+            run.state = {}
+            if state:
+                self._show(run, state)
+        self.shown = self._shown()
+        return bool(self.runs)
+
+    def _joined(self, run: FlatRun, states: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+        """The state of a run from those of its parameters; None if they differ."""
+        found, first = dict[str, Any](), states[0]
+        shapes = [self.shapes[i] for i in run.indices]
+        differ = any(state.keys() != first.keys() for state in states)
+        if any(states) and (differ or not any(shapes)):
+            return None
+        for key, value in first.items():
+            values = [state[key] for state in states]
+            if isinstance(value, Tensor) and [each.shape for each in values] == shapes:
+                found[key] = value.new_zeros(run.high - run.low)
+                for i, each in zip(run.indices, values, strict=True):
+                    low, high = (end - run.low for end in self.flat.pieces[i])
+                    found[key][low:high] = each.reshape(-1)
+            elif all(_equal(each, value) for each in values):
+                found[key] = value
+            else:
+                return None
+        return found
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) else one == other

@@ -65,6 +65,7 @@ class Owners:
             return nn.Parameter(like.new_zeros((), dtype=wide).expand(shape))
         return nn.Parameter(like.new_zeros([0] * len(shape), dtype=wide))
 
+    @torch.no_grad()
     def collect(
         self, weights: Mapping[int, Tensor], factor: Tensor | float, *, update: bool = True
     ) -> None:
@@ -86,6 +87,7 @@ class Owners:
                     half = own.dtype != whole.dtype
                     target.grad = own.to(whole.dtype).mul_(factor) if half else own
 
+    @torch.no_grad()
     def give(self, weights: Mapping[int, Tensor]) -> None:
         """Send the updated weights of this rank's targets to the ranks that hold their pieces."""
         for axis, places in self._messages(weights):
