@@ -24,7 +24,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +51,15 @@ _FOLDER: Final = "offload.folder=/mnt/nvme, a folder on a local disk"
 
 class DiskError(RunError):
     """The disk failed while a run used it.  The last checkpoint is not concerned."""
+
+
+class Inline(Executor):
+    """Runs what is submitted at once: modes of a dry run belong to its thread."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: object, **kwargs: object) -> Future[Any]:
+        done = Future[Any]()
+        done.set_result(fn(*args, **kwargs))
+        return done
 
 
 class Buffer:
@@ -128,7 +137,7 @@ class Disk:
         self.failed: DiskError | None = None
         self._settle: Settle = lambda _: None
         self.use = DiskUse()
-        self._threads = ThreadPoolExecutor(THREADS, "shardwise-disk")
+        self._threads = Inline() if dry else ThreadPoolExecutor(THREADS, "shardwise-disk")
         self._free: deque[Buffer] = deque()
         self.buffers = 0
         self._changed = threading.Condition()
@@ -197,7 +206,7 @@ class Disk:
         before, size = extent.writes.pop(chunk, None), extent.chunk_bytes(chunk)
         if counted:
             self._count("disk", "host", buffer, size)
-        return self._submit(self._read, extent, chunk, buffer, before)
+        return self._threads.submit(self._read, extent, chunk, buffer, before)
 
     def begin_write(
         self, extent: Extent, chunk: int, buffer: Buffer, ready: Callable[[], object] = lambda: None
@@ -206,16 +215,8 @@ class Disk:
         self.require()
         before, size = extent.writes.get(chunk), extent.chunk_bytes(chunk)
         self._count("host", "disk", buffer, size)
-        done = self._submit(self._write, extent, chunk, buffer, ready, before)
+        done = self._threads.submit(self._write, extent, chunk, buffer, ready, before)
         extent.writes[chunk] = done
-
-    def _submit(self, act: Callable[..., None], *args: Any) -> Future[None]:
-        """Act on a thread; in a dry run, whose modes belong to this thread, here."""
-        if not self.dry:
-            return self._threads.submit(act, *args)
-        done = Future[None]()
-        done.set_result(act(*args))
-        return done
 
     def finish(self, request: Future[None]) -> None:
         if not request.done():

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.move import begin_sum
-from shardwise.comm.tiers.disk import Disk
+from shardwise.comm.tiers.disk import Disk, Inline
 from shardwise.comm.tiers.tiers import Tiers
 from shardwise.comm.world import Axis
 from shardwise.core.errors import NonFiniteError
@@ -171,22 +171,13 @@ class OnHost(Updater):
     def _thread(self) -> Executor:
         """A thread for updates, with as many threads of OpenMP as this one."""
         if self.optimizer.tiers.device.type == "meta":
-            return _Inline()
+            return Inline()
         threads = torch.get_num_threads()
         return ThreadPoolExecutor(1, "shardwise-update", torch.set_num_threads, (threads,))
 
 
 def size_bytes(flats: Iterable[Flat]) -> int:
     return sum(flat.shard.nbytes for flat in flats)
-
-
-class _Inline(Executor):
-    """Runs what is submitted at once: modes of a dry run belong to its thread."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: object, **kwargs: object) -> Future[Any]:
-        done = Future[Any]()
-        done.set_result(fn(*args, **kwargs))
-        return done
 
 
 # --- what a step updates --------------------------------------------------------------------------

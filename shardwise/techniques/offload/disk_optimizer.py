@@ -88,8 +88,6 @@ class DiskOptimizer(ShardedOptimizer):
         self.tiers, self.disk = tiers, disk
         keys = streamed_keys(spec)
         dtypes = [_wide(flat.dtype) for flat in flats]
-        if flats and not disk.buffers:
-            reserve(disk, tiers, len(keys), dtypes)
         self.gradients = [self._allocate("gradient", flat, flat.dtype) for flat in flats]
         pairs = list(zip(flats, dtypes, strict=True))
         self.weights = [tiers.extent(flat.shard) for flat in flats]
@@ -157,8 +155,7 @@ class DiskOptimizer(ShardedOptimizer):
                 self._publish_chunk(job, buffers[0], buffers[1])
             for extent, buffer in zip(job.extents[1:], buffers[1:], strict=True):
                 self.disk.begin_write(extent, job.chunk, buffer)
-        for target, state in fresh.items():
-            self._set_state(target, state)
+        self.state.update(fresh)
 
     def _update_chunk(
         self, job: ChunkRead, buffers: Sequence[Buffer], factor: float, fresh: dict[Tensor, State]
@@ -218,27 +215,13 @@ class DiskOptimizer(ShardedOptimizer):
 
     def _new_state(self, k: int, i: int, after: State, views: dict[str, Tensor]) -> State:
         """The parameter's new state: values of the piece go to `views`, the rest is kept."""
-        found: State = {}
-        for key, value in after.items():
-            if _streamed(value):
-                if value.data_ptr() != views[key].data_ptr():
-                    views[key].copy_(value)
-                found[key] = self._view(k, i, self.streamed[k][key])
-            else:
-                found[key] = self._owned(value)
-        return found
-
-    def _set_state(self, target: Tensor, state: State) -> None:
-        """Take a parameter's new state; its tensors stay the same objects."""
-        before = self.state.get(target)
-        if not before:
-            self.state[target] = state
-            return
-        for key, value in state.items():
-            if not isinstance(value, Tensor):
-                before[key] = value
-            elif value.dim() == 0:
-                before[key].copy_(value)
+        for key in filter(lambda key: _streamed(after[key]), after):
+            if after[key].data_ptr() != views[key].data_ptr():
+                views[key].copy_(after[key])
+        return {
+            key: self._view(k, i, self.streamed[k][key]) if _streamed(value) else self._owned(value)
+            for key, value in after.items()
+        }
 
     def _view(self, k: int, i: int, extent: Extent) -> Tensor:
         return self.flats[k].views.part(i, extent.tensor)
@@ -292,14 +275,8 @@ class DiskOptimizer(ShardedOptimizer):
             self.mapped = False
 
 
-def reserve(disk: Disk, tiers: Tiers, states: int, dtypes: Sequence[torch.dtype]) -> None:
-    widest = max(dtype.itemsize for dtype in dtypes)
-    memory = tiers.empty(reserved_bytes(states, widest, disk.chunk_numel), torch.uint8)
-    disk.reserve(memory, disk.chunk_numel * widest, tiers.settle)
-
-
 def open_disk(plan: Plan, training: Training, world: World, model: nn.Module) -> Disk | None:
-    """The file for states of `plan` that rest on a disk; None if none do."""
+    """The file for states of `plan` that rest on a disk, and its buffers; None if none do."""
     folder = "." if world.meta else training.offload_folder
     moves = plan.states.moves()
     if moves.offload != "disk":
@@ -310,13 +287,14 @@ def open_disk(plan: Plan, training: Training, world: World, model: nn.Module) ->
             "a folder on a local disk, one for each machine",
             'offload_folder="/mnt/nvme" to sw.parallelize, or --set offload.folder=/mnt/nvme',
         )
-    largest = max((p.numel() for p in model.parameters()), default=0)
-    disk = Disk(folder, world.rank, world.ledger, chunk_numel(largest), dry=world.meta)
+    chunk = chunk_numel(max(p.numel() for p in model.parameters()))
+    disk = Disk(folder, world.rank, world.ledger, chunk, dry=world.meta)
     if moves.fetch == "disk":  # parameters are written to it while the model is sharded
         return_freed_memory()
-        precision = DTYPES[plan.precision]
-        dtypes = [_wide(p.dtype if precision is None else precision) for p in model.parameters()]
-        reserve(disk, world.tiers, len(streamed_keys(training.optimizer)), dtypes)
+    dtypes = [DTYPES[plan.precision] or p.dtype for p in model.parameters()]
+    widest = max(_wide(dtype).itemsize for dtype in dtypes)
+    size_bytes = reserved_bytes(len(streamed_keys(training.optimizer)), widest, chunk)
+    disk.reserve(world.tiers.empty(size_bytes, torch.uint8), chunk * widest, world.tiers.settle)
     return disk
 
 
@@ -327,20 +305,13 @@ def streamed_keys(spec: OptimizerSpec) -> list[str]:
         probe = nn.Parameter(torch.zeros(2, 3, device="cpu"))
         if spec.alone(group, probe).state.get(probe):
             raise bad(
-                f"states on a disk with {spec.kind.__name__}, whose state is made before the "
-                "first step, all of it in host memory",
+                f"states on a disk with {spec.members[group][1].kind.__name__}, whose state is "
+                "made before the first step, all of it in host memory",
                 "an elementwise class that makes its state in its first step",
                 "sw.AdamW(lr=3e-4), or offload:optim",
             )
-        made = {k: v for k, v in spec.first_state(group, (2, 3)).items() if _streamed(v)}
-        if any(value.shape != probe.shape for value in made.values()):
-            raise bad(
-                f"states on a disk with {spec.kind.__name__}, whose states are means of rows and "
-                "columns of whole matrices",
-                "an elementwise class: a disk is read in chunks of the flat parameter",
-                "sw.AdamW(lr=3e-4), or offload:optim",
-            )
-        keys |= dict.fromkeys(made)
+        state = spec.first_state(group, (2, 3))
+        keys |= dict.fromkeys(key for key, value in state.items() if _streamed(value))
     return [*keys]
 
 

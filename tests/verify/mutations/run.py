@@ -15,7 +15,6 @@ from shardwise.core.layouts.layout import R
 from shardwise.core.reduce_order import Act as UnitAct
 from shardwise.core.unit_order import UnitOrder
 from shardwise.engine.engine import Engine
-from shardwise.engine.optimizer import updating
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.optimizer.updating import OnHost, Updates
@@ -116,7 +115,7 @@ ROWS |= {
     "the first delay late after 40 steps [dp2 zero1 offload:optim-delayed] memory": late,
     f"a delayed update without buffers of its own [{DELAYED}]": drop(FlatGradient, "swap"),
     "the last of several parts lost [dp2 zero1 offload:optim]": result(
-        updating, "pieces", lambda found, *_: (x := [*found])[: max(1, len(x) - 1)]
+        Updates, "_parts", lambda found, *_: (x := [*found])[: max(1, len(x) - 1)]
     ),
     "evaluated before the update [dp2 offload:optim-delayed=0] late evaluation": beside(
         Engine, "_made", flush=nothing
