@@ -63,12 +63,11 @@ class MemoryOptimizer(ShardedOptimizer):
         """A copy of the shard on the tier of its optimizer state, with 32 bits or more."""
         if not flat.moves.offload:
             return flat.shard.float()
-        if flat.moves.fetch:
-            return self.tiers.empty(flat.shard.numel(), torch.float32).copy_(flat.shard)
-        copied = begin_copy(flat.shard, self.tiers, "device", "host").wait()
-        if flat.dtype not in HALF:
-            return copied
-        return self.tiers.empty(copied.numel(), torch.float32).copy_(copied)
+        rests = flat.shard
+        if not flat.moves.fetch:
+            rests = begin_copy(rests, self.tiers, "device", "host").wait()
+        half = flat.dtype in HALF
+        return self.tiers.empty(rests.numel(), torch.float32).copy_(rests) if half else rests
 
     def begin_update(self, chosen: Sequence[int], factor: Factor) -> Callable[[], None]:
         gradients = {k: self._gradient(k, factor.value) for k in chosen}

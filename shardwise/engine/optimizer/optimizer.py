@@ -289,7 +289,7 @@ class ShardedOptimizer(Optimizer, ABC):
                 "the same specification, or sw.load(engine, folder), which loads options that fit",
             )
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
-            groups.take(group, groups.options(saved))
+            groups.put(group, groups.options(saved))
 
     def changed(self) -> dict[str, dict[str, Any]]:
         """By group and option, values that differ from the spec: [the spec's value, this one]."""

@@ -191,12 +191,13 @@ Options = Mapping[str, Any]
 def options(group: Options) -> dict[str, Any]:
     """The options of a group that say what it computes, as JSON holds them."""
     found = {k: _listed(value) for k, value in group.items() if k not in (*NAMING, *_HOW)}
-    return {key: value for key, value in found.items() if _held(value)}
+    return {key: value for key, value in found.items() if _all_are(value, int | float | str | None)}
 
 
 def put(group: dict[str, Any], saved: Options) -> None:
+    """Set options of a group; JSON has kept a tuple as a list."""
     for key, value in saved.items():
-        group[key] = _filled(group.get(key), value)
+        group[key] = _filled(group.get(key), tuple(value) if isinstance(value, list) else value)
 
 
 def _filled(old: Any, value: Any) -> Any:
@@ -205,11 +206,6 @@ def _filled(old: Any, value: Any) -> Any:
     if isinstance(old, tuple) and isinstance(value, tuple) and len(old) == len(value):
         return tuple(map(_filled, old, value))
     return value
-
-
-def take(group: dict[str, Any], saved: Options) -> None:
-    """Set options of a group that JSON has kept: a list becomes a tuple again."""
-    put(group, {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
 
 
 def changed(groups: Groups, specs: Sequence[Options]) -> dict[str, dict[str, Any]]:
@@ -231,7 +227,7 @@ def take_changed(
     """
     for group, spec in zip(groups, specs, strict=True):
         pairs = saved.get(group["name"], {}).items()
-        take(group, {k: now for k, (was, now) in pairs if _listed(spec.get(k)) == was})
+        put(group, {k: now for k, (was, now) in pairs if _listed(spec.get(k)) == was})
 
 
 def compared(group: Options, called: str) -> dict[str, Any]:
@@ -243,7 +239,7 @@ def compared(group: Options, called: str) -> dict[str, Any]:
     for key, value in ((k, v) for k, v in group.items() if k not in (*NAMING, *_HOW)):
         on_host = not isinstance(value, Tensor) or (value.dim() == 0 and value.device.type == "cpu")
         listed = _listed(value) if on_host else None
-        if isinstance(listed, bool) or _numeric(listed):
+        if _all_are(listed, int | float):
             found[f"{key} of {called}"] = listed
     return found
 
@@ -292,13 +288,7 @@ def _listed(value: Any) -> Any:
     return [_listed(x) for x in value] if isinstance(value, tuple | list) else value
 
 
-def _held(value: Any) -> bool:
+def _all_are(value: Any, kinds: Any) -> bool:
     if isinstance(value, list):
-        return all(map(_held, value))
-    return value is None or isinstance(value, int | float | str)
-
-
-def _numeric(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(map(_numeric, value))
-    return isinstance(value, int | float) and not isinstance(value, bool)
+        return all(_all_are(x, kinds) for x in value)
+    return isinstance(value, kinds)

@@ -14,7 +14,7 @@ Owners are chosen by the number of elements (core/layouts/uneven.py), so the sta
 without memory.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 
 from shardwise.comm.move import begin_all_to_all
 from shardwise.comm.transport import Pending
-from shardwise.comm.world import Axis
 from shardwise.core.layouts.uneven import owners
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
@@ -73,12 +72,12 @@ class Owners:
 
         `weights` are the blocks of the flat groups; 16-bit gradients are multiplied by `factor`.
         """
-        for axis, places in self._messages(weights):
-            coming = self._begin_collect(axis, places, weights)
-            flats = {k: self.flats[k] for k, _ in places}
-            blocks = {k: f.grads.gshard for k, f in flats.items() if f.grads.gshard is not None}
-            graded = [place for place in places if update and place[0] in blocks]
-            gradients = self._begin_collect(axis, graded, blocks).wait() if graded else {}
+        for places in self._messages(weights):
+            coming = Exchange(self, places).begin(weights)
+            shards = {k: self.flats[k].grads.gshard for k, _ in places if update}
+            blocks = {k: shard for k, shard in shards.items() if shard is not None}
+            graded = [place for place in places if place[0] in blocks]
+            gradients = Exchange(self, graded).begin(blocks).wait() if graded else {}
             for (k, i), whole in coming.wait().items():
                 target, shape = self.targets[k, i], self.flats[k].shapes[i]
                 target.data = whole.view(shape)
@@ -90,78 +89,72 @@ class Owners:
     @torch.no_grad()
     def give(self, weights: Mapping[int, Tensor]) -> None:
         """Send the updated weights of this rank's targets to the ranks that hold their pieces."""
-        for axis, places in self._messages(weights):
-            own = [place for place in places if self.is_here(*place)]
-            wholes = {place: self.targets[place].detach().reshape(-1) for place in own}
-            sent = [
-                wholes[k, i][origin : origin + numel]
-                for rank in range(axis.size)
-                for k, i in own
-                for origin, numel in [self._extent(k, i, rank)]
-            ]
-            out, into = self._counts(axis, places)
-            like = weights[places[0][0]]
-            arrived = begin_all_to_all(_joined(sent, like), axis, into, out).wait()
-            for (k, low, high), piece in self._pieces(axis, places, arrived):
-                weights[k][low:high] = piece
-            for k, i in own:
-                self.targets[k, i].grad = None
-                self.targets[k, i].data = self.resting[k, i]
+        for exchange in (Exchange(self, places) for places in self._messages(weights)):
+            exchange.end([self.targets[place] for place in exchange.own], weights)
+            for place in exchange.own:
+                self.targets[place].grad = None
+                self.targets[place].data = self.resting[place]
 
-    def _messages(self, weights: Mapping[int, Tensor]) -> list[tuple[Axis, list[Place]]]:
-        """The parameters whose pieces are sent together: one axis and one dtype each."""
-        found: dict[object, tuple[Axis, list[Place]]] = {}
-        for k, i in self.targets:
-            if k in weights:
-                flat = self.flats[k]
-                key = flat.shard_axis.name, flat.dtype
-                found.setdefault(key, (flat.shard_axis, []))[1].append((k, i))
+    def _messages(self, weights: Mapping[int, Tensor]) -> list[list[Place]]:
+        """The parameters whose pieces are sent together: of one axis and one dtype."""
+        found: dict[object, list[Place]] = {}
+        for k, i in (place for place in self.targets if place[0] in weights):
+            flat = self.flats[k]
+            found.setdefault((flat.shard_axis.name, flat.dtype), []).append((k, i))
         return list(found.values())
 
-    def _begin_collect(
-        self, axis: Axis, places: Sequence[Place], blocks: Mapping[int, Tensor]
-    ) -> Pending[dict[Place, Tensor]]:
+
+class Exchange:
+    """One message to the owners of `places`, or back from them.
+
+    own      the places of which this rank is the owner
+    pieces   what this rank holds of all, by owner: flat group, first and last element in its block
+    parts    by rank, what it holds of each of `own`: first element and number
+    """
+
+    def __init__(self, owners: Owners, places: Sequence[Place]) -> None:
+        flats, rank_of = owners.flats, owners.rank_of
+        self.axis = flats[places[0][0]].shard_axis
+        self.own = [place for place in places if owners.is_here(*place)]
+        by_owner = sorted(places, key=rank_of.__getitem__)
+        self.pieces = [(k, *flats[k].pieces[i]) for k, i in by_owner]
+        self.parts = [
+            [_part(flats[k], i, rank) for k, i in self.own] for rank in range(self.axis.size)
+        ]
+        self.sent = [0] * self.axis.size
+        for place, (_, low, high) in zip(by_owner, self.pieces, strict=True):
+            self.sent[rank_of[place]] += high - low
+        self.received = [sum(numel for _, numel in parts) for parts in self.parts]
+
+    def begin(self, blocks: Mapping[int, Tensor]) -> Pending[dict[Place, Tensor]]:
         """Begin to send pieces of flat blocks to their owners; the whole tensors of this rank."""
-        by_owner = sorted(places, key=self.rank_of.__getitem__)
-        pieces = [blocks[k][slice(*self.flats[k].pieces[i])] for k, i in by_owner]
-        out, into = self._counts(axis, places)
-        sent = _joined(pieces, blocks[places[0][0]])
-        arriving = begin_all_to_all(sent, axis, out, into)
+        pieces = torch.cat([blocks[k][low:high] for k, low, high in self.pieces])
+        arriving = begin_all_to_all(pieces, self.axis, self.received, self.sent)
 
         def wholes() -> dict[Place, Tensor]:
-            own = [place for place in places if self.is_here(*place)]
-            sizes = [self._extent(*place, rank)[1] for rank in range(axis.size) for place in own]
-            found = arriving.wait().split(sizes)
-            return {p: torch.cat(found[n :: len(own)]) for n, p in enumerate(own)}
+            found = arriving.wait().split([numel for parts in self.parts for _, numel in parts])
+            return {p: torch.cat(found[n :: len(self.own)]) for n, p in enumerate(self.own)}
 
         return Pending([wholes])
 
-    def _extent(self, k: int, i: int, rank: int) -> tuple[int, int]:
-        """The piece of a parameter on a rank: its first element, and the number of elements."""
-        plan = self.flats[k].plan
-        low, high = plan.piece(i, rank)
-        return plan.origin(i, rank), high - low
-
-    def _counts(self, axis: Axis, places: Sequence[Place]) -> tuple[list[int], list[int]]:
-        """Elements that owners get: by the rank that sends them to this one, and from here."""
-        out, into = [0] * axis.size, [0] * axis.size
-        for place in places:
-            into[self.rank_of[place]] += self._extent(*place, axis.rank)[1]
-            for rank in range(axis.size if self.is_here(*place) else 0):
-                out[rank] += self._extent(*place, rank)[1]
-        return out, into
-
-    def _pieces(
-        self, axis: Axis, places: Sequence[Place], arrived: Tensor
-    ) -> Iterable[tuple[tuple[int, int, int], Tensor]]:
-        """What owners have sent back, piece by piece, and its place in its block."""
-        by_owner = sorted(places, key=self.rank_of.__getitem__)
-        spans = [(k, *self.flats[k].pieces[i]) for k, i in by_owner]
-        return zip(spans, arrived.split([high - low for _, low, high in spans]), strict=True)
+    def end(self, wholes: Sequence[Tensor], blocks: Mapping[int, Tensor]) -> None:
+        """Send the whole tensors of this rank; write the pieces of all to their blocks."""
+        flat = [whole.detach().reshape(-1) for whole in wholes]
+        sent = [
+            whole[first : first + numel]
+            for parts in self.parts
+            for whole, (first, numel) in zip(flat, parts, strict=True)
+        ]
+        none = blocks[self.pieces[0][0]].new_empty(0)
+        arriving = begin_all_to_all(torch.cat([none, *sent]), self.axis, self.sent, self.received)
+        arrived = arriving.wait().split([high - low for _, low, high in self.pieces])
+        for (k, low, high), piece in zip(self.pieces, arrived, strict=True):
+            blocks[k][low:high] = piece
 
 
-def _joined(pieces: list[Tensor], like: Tensor) -> Tensor:
-    return torch.cat(pieces) if pieces else like.new_empty(0)
+def _part(flat: Flat, i: int, rank: int) -> tuple[int, int]:
+    low, high = flat.plan.piece(i, rank)
+    return flat.plan.origin(i, rank), high - low
 
 
 # --- in a loop of the program's own ---------------------------------------------------------------

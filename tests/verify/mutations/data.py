@@ -184,7 +184,8 @@ def times(factor: Factor, by: float) -> Factor:
 def a_bit_of_a_moment_flips(real, optimizer: ShardedOptimizer, flats: Any, *args: Any) -> None:
     """On the second rank of the axis, in one number of its first flat parameter."""
     real(optimizer, flats, *args)
-    if optimizer.flats[0] in flats and optimizer.flats[0].shard_axis.rank == 1:
+    first = optimizer.flats[0]
+    if first in flats and any(first.grads.used) and first.shard_axis.rank == 1:
         piece = next(p for p in optimizer.targets[0] if p.numel())
         moment = optimizer.state[piece]["exp_avg"].view(-1)[:1]
         moment.copy_(moment.view(torch.int64).bitwise_xor(1 << 54).view(moment.dtype))
