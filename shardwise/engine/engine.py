@@ -31,7 +31,7 @@ from shardwise.engine.checks.consistency import ConsistencyCheck, share_sums
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.norm import LossScale, LossWeights
 from shardwise.engine.optimizer.optimizer_state import Catalogue
-from shardwise.engine.optimizer.updating import Updates, optimizer_and_updater
+from shardwise.engine.optimizer.updating import Updates, optimizer_and_thread
 from shardwise.engine.options import Build, Training
 from shardwise.engine.precision import DTYPES
 from shardwise.engine.rank_zero_weights import RankZeroWeights
@@ -78,7 +78,7 @@ class Engine:
         self.guard = self._guard()
         with self.ledger.phase("start"):
             offload, tiers = self.plan.offloaded, self.world.tiers
-            self.optimizer, updater = optimizer_and_updater(
+            self.optimizer, host = optimizer_and_thread(
                 training.optimizer, self.data, tiers, self.disk, offload, lambda: self.steps
             )
         self.optimizer.compare_on(self.consensus.same)
@@ -87,13 +87,14 @@ class Engine:
         self.passes = sharded.passes(model, self._objective, training.check_every.rerun)
         self.updates = Updates(
             self.optimizer,
-            self.passes.updater(self.optimizer, self.guard) or updater,
+            host,
             self.data,
             self.guard,
             self.scale,
             norms=sharded.norms,
             over_stages=self._over_stages,
             clip=training.clip,
+            by_schedule=self.passes.updates_stages(self.optimizer, self.guard),
         )
         self.steps = self.steps_run = 0  # of the run, and of this engine
         self.coming: state.Loading | None = None  # a checkpoint that is being loaded
@@ -354,10 +355,10 @@ class Engine:
         evaluate and to save a checkpoint does so.
         """
         step_end.report(self)
-        if self.updates.updater.pending:
+        if self.updates.pending:
             self.data.units.to_sharded()
             with self.ledger.phase("update"):
-                self.updates.updater.finish()
+                self.updates.finish()
             self.data.units.begin_unshard()
 
     def set_lr(self, lr: float) -> None:

@@ -33,7 +33,8 @@ def in_step(engine: "Engine", tier: Tier = "device") -> dict[str, int]:
         if engine.world.tiers.of(tensor) == tier and storage._cdata not in seen:
             seen.add(storage._cdata)
             found[category] += storage.nbytes()
-    return found | (engine.updates.updater.owns() if tier == "device" else {})
+    stale = engine.passes.stale if tier == "device" else None
+    return found if stale is None else found | {"versions": stale.peak_bytes}
 
 
 def owned(engine: "Engine") -> Iterator[Owned]:

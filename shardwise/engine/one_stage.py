@@ -96,7 +96,10 @@ class OneStage:
     def require(self, *_: Any) -> None:
         """Do nothing: a microbatch may have no rows."""
 
-    def updater(self, optimizer: Any, guard: Any) -> None: ...
+    stale = None
+
+    def updates_stages(self, *_: Any) -> bool:
+        return False
 
     def shared(self, names: Sequence[str], used: Tensor) -> Tensor:
         """Which of the named parameters any rank used: the same ones as this rank."""

@@ -187,7 +187,8 @@ def engine_of(
     if live is None:  # updates in several parts, and later than in the run of ten steps
         half = sum(flat.shard.nbytes for flat in engine.flats if flat.trained) // 2 + 1
         engine.updates = replace(engine.updates, early_bytes=half)
-        engine.updates.updater.late = True
+        if engine.updates.host is not None:
+            engine.updates.host.late = True
     return engine
 
 

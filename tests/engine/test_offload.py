@@ -221,7 +221,8 @@ def test_an_update_has_the_rate_of_its_own_step():
     """What a scheduler sets after a step is not what the update of that step uses, however late."""
     case = Case("dp1 fp64 offload:optim-delayed=0", torch.optim.SGD, {"lr": 0.1})
     engine, model = build(alone(), TASK, case), TASK.make().double()
-    engine.updates.updater.late = True
+    assert engine.updates.host is not None
+    engine.updates.host.late = True
     waiting: list[tuple[float, list[Tensor]]] = []
     for step in range(4):
         rate = 0.02 / (step + 1)
@@ -243,7 +244,8 @@ def test_an_update_has_the_rate_of_its_own_step():
 def test_a_load_drops_the_update_that_waits(tmp_path: Path):
     """What has been loaded goes on as what was saved, to the last bit."""
     engine = build(alone(), TASK, Case("fp64 offload:optim-delayed=0"))
-    engine.updates.updater.late = True
+    assert engine.updates.host is not None
+    engine.updates.host.late = True
     step_of(engine, 0)
     sw.save(engine, tmp_path)
     saved = [step_of(engine, step).loss for step in (1, 2)]
@@ -259,7 +261,7 @@ def late_overflow(world: World) -> list[tuple[bool, bool]]:
     for step in range(4):
         before = [box.tensor.clone() for box in engine.boxes()] if step == 2 else []
         engine.scale.value = 2.0**60 if step == 2 else 2.0**10
-        found.append((step_of(engine, step).skipped, engine.updates.updater.pending))
+        found.append((step_of(engine, step).skipped, engine.updates.pending))
         if step == 2:
             assert all(map(torch.equal, before, [box.tensor for box in engine.boxes()]))
     return found

@@ -1,8 +1,8 @@
 """The optimizer over shards: any torch.optim class on this rank's pieces, or on tensors it owns.
 
 Its two classes have masters and states, and step, in the memory of the device or the host
-(memory_optimizer.py) or on a disk (disk_optimizer.py).  An Updater decides when and on which thread
-an update runs (engine/optimizer/updating.py).
+(memory_optimizer.py) or on a disk (disk_optimizer.py).  updating.py decides when and on which
+thread an update runs.
 
 A parameter that had no gradient on any rank is left alone, its step count too, exactly as one
 process would.
@@ -197,6 +197,10 @@ class ShardedOptimizer(Optimizer, ABC):
 
     def _chosen(self, flats: Sequence[Flat]) -> list[int]:
         return [k for k, flat in enumerate(self.flats) if flat in flats]
+
+    def end_update(self, flats: Sequence[Flat]) -> None:
+        self.publish(flats)
+        self.clear(flats)
 
     def clear(self, flats: Sequence[Flat]) -> None:
         for flat in flats:

@@ -4,14 +4,13 @@ update      without clipping each unit as soon as its gradients are summed; with
             all units, after the norm of all gradients is known
 leave_out   gradients are not finite: dropped; weights and optimizer state stay (guard.py)
 
-An updater decides where: on this thread, on a thread of the host, or beside the next step.
+On the thread that runs the step each part is updated when its gradients have arrived.  All are
+updated together, when the last has arrived, if their states stream from a disk, or if the optimizer
+needs whole tensors or counts its calls.
 
-InPlace     each part when its gradients have arrived, on the thread that runs the step; or all
-            together, when the last has arrived: their states stream from a disk, or the optimizer
-            needs whole tensors or counts its calls
-OnHost      each part on a thread of the host; or all beside the next step (the delayed parameter
-            update of ZeRO-Offload).  Step 4 computes with the parameters that the update of step 2
-            made:
+States in host memory are updated on a thread of the host; or all beside the next step (the delayed
+parameter update of ZeRO-Offload).  Step 4 computes with the parameters that the update of step 2
+made:
 
     main thread    forward 3, backward 3 | publish 2 | forward 4, backward 4 | publish 3 | ...
     host thread    update 2 ............             | update 3 ............             | ...
@@ -22,11 +21,9 @@ All messages and copies between tiers begin on the main thread, in one order. (Z
 
 import math
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from threading import Event
@@ -61,59 +58,16 @@ LATE_S: Final = 0.02
 MOST_S: Final = 10.0
 
 
-class Updater(ABC):
-    """Updates the flat groups of an optimizer once a step, unless the step is skipped.
+class OnHost:
+    """Updates on a thread of the host, which ends after the last one of the step.
 
-    most_bytes   of one call, if all gradients are there
-    late         make updates beside a step only when `finish` waits for them, as on a slow host
-    by_schedule  the schedule updates each stage during the step (pipeline/weight_stashing.py)
-    pending      an update has begun that `finish` has not made visible
+    delayed   whether the update of this step is made beside the next one
+    late      make these only when `finish` waits for them, as on a slow host
+    pending   an update has begun that `finish` has not made visible
     """
 
-    most_bytes = math.inf
-    late = by_schedule = pending = False
-
-    def __init__(self, optimizer: ShardedOptimizer) -> None:
-        self.optimizer = optimizer
-
-    @abstractmethod
-    def update(self, parts: Iterable[Sequence[Flat]], factor: Factor) -> None:
-        """Update parts as they arrive, from their gradients times `factor`."""
-
-    def delays(self) -> bool:
-        """Whether the update of this step is made beside the next one."""
-        return False
-
-    def _end(self, part: Sequence[Flat]) -> None:
-        self.optimizer.publish(part)
-        self.optimizer.clear(part)
-
-    def finish(self) -> None:
-        """Make visible what is updated beside the step, or raise the error of an update."""
-        return
-
-    def owns(self) -> dict[str, int]:
-        """Bytes of the device that it needs during a step, by category."""
-        return {}
-
-
-class InPlace(Updater):
-    """Each part at once."""
-
-    def update(self, parts: Iterable[Sequence[Flat]], factor: Factor) -> None:
-        for part in parts:
-            self.optimizer.update(part, factor)
-            self._end(part)
-
-
-class OnHost(Updater):
-    """On a thread that ends after the last update of the step."""
-
-    most_bytes = MOST_BYTES
-
     def __init__(self, optimizer: ShardedOptimizer, delayed: Callable[[], bool]) -> None:
-        super().__init__(optimizer)
-        self.delayed = delayed
+        self.optimizer, self.delayed, self.late = optimizer, delayed, False
         self._asked = Event()  # `finish` waits
         self._running: list[tuple[Future[Any], Sequence[Flat]]] = []
 
@@ -121,12 +75,12 @@ class OnHost(Updater):
     def pending(self) -> bool:
         return bool(self._running)
 
-    def delays(self) -> bool:
-        return self.delayed()
-
     def update(self, parts: Iterable[Sequence[Flat]], factor: Factor) -> None:
-        """Publish updates when another part arrives, or at the end; or leave it to `finish`."""
-        if self.delays():
+        """Update parts as they arrive, from their gradients times `factor`.
+
+        Publish them when another part arrives, or at the end; or leave it to `finish`.
+        """
+        if self.delayed():
             self._update_later([*parts], factor)
             return
         self.finish()
@@ -144,7 +98,7 @@ class OnHost(Updater):
     def _end_first(self, running: deque[tuple[Future[None], Sequence[Flat]]]) -> None:
         update, part = running.popleft()
         update.result()
-        self._end(part)
+        self.optimizer.end_update(part)
 
     def _update_later(self, parts: Sequence[Sequence[Flat]], factor: Factor) -> None:
         """Finish the last step's update and begin this one."""
@@ -162,6 +116,7 @@ class OnHost(Updater):
         update()
 
     def finish(self) -> None:
+        """Make visible what is updated beside the step, or raise the error of an update."""
         running, self._running = self._running, []
         self._asked.set()
         for update, part in running:
@@ -183,22 +138,23 @@ def size_bytes(flats: Iterable[Flat]) -> int:
 # --- what a step updates --------------------------------------------------------------------------
 
 
-def optimizer_and_updater(
+def optimizer_and_thread(
     spec: OptimizerSpec,
     data: Data,
     tiers: Tiers,
     disk: Disk | None,
     offload: Offload | None,
     steps: Callable[[], int],
-) -> tuple[ShardedOptimizer, Updater]:
-    """The optimizer of the trained flat groups, and its updater; `steps()` counts steps."""
+) -> tuple[ShardedOptimizer, OnHost | None]:
+    """The optimizer of the trained flat groups, and the thread of its updates if they run on one.
+    `steps()` counts steps.
+    """
     order = [flat for unit in data.units.order for flat in unit.trained]
     if disk is not None:
-        optimizer = DiskOptimizer(spec, order, tiers, disk)
-        return optimizer, InPlace(optimizer)
+        return DiskOptimizer(spec, order, tiers, disk), None
     optimizer = MemoryOptimizer(spec, order, tiers, data.units)
     if spec.together or not any(flat.moves.offload for flat in order):
-        return optimizer, InPlace(optimizer)
+        return optimizer, None
     return optimizer, OnHost(optimizer, lambda: offload is not None and offload.delays(steps()))
 
 
@@ -209,25 +165,38 @@ class Updates:
     norms        flat groups with the axes over which their squares of gradients are summed, before
                  `over_stages`
     clip         the bound on the norm of all gradients
-    early_bytes  units of at least this size together are updated in one call; None: EARLY_BYTES, or
-                 what the updater takes at most
+    host         where states in host memory are updated
+    by_schedule  the schedule updates each stage during the step (pipeline/weight_stashing.py)
+    early_bytes  units of at least this size together are updated in one call; None: EARLY_BYTES;
+                 if all gradients are there, MOST_BYTES on the host, else all
     """
 
     optimizer: ShardedOptimizer
-    updater: Updater
+    host: OnHost | None
     data: Data
     guard: Guard
     scale: LossScale
     norms: Sequence[tuple[Sequence[Flat], Sequence[Axis]]]
     over_stages: Callable[[Tensor], Tensor]
     clip: float | None
+    by_schedule: bool = False
     early_bytes: int | None = None
 
     @property
     def on_device(self) -> bool:
         """Whether the update waits for no number, on any rank or on none."""
-        early = isinstance(self.updater, InPlace) and not self.optimizer.together
-        return early and not self.scale.on and self.optimizer.skips_on_device
+        early = not (self.host or self.by_schedule or self.scale.on or self.optimizer.together)
+        return early and self.optimizer.skips_on_device
+
+    @property
+    def pending(self) -> bool:
+        """Whether an update runs beside the step."""
+        return self.host is not None and self.host.pending
+
+    def finish(self) -> None:
+        """Make visible what is updated beside the step."""
+        if self.host is not None:
+            self.host.finish()
 
     def update(
         self, arriving: Iterable[Unit], factor: Factor, norm: Tensor | float | None = None
@@ -238,18 +207,27 @@ class Updates:
         Small units are updated together: the overhead of a call exceeds its work on few elements.
         """
         units: Iterable[Unit] = self.data.units.order
-        least_bytes = self.early_bytes or self.updater.most_bytes
+        least_bytes = self.early_bytes or (math.inf if self.host is None else MOST_BYTES)
         if norm is not None:
             factor = factor._replace(value=self.shrink(norm) * factor.value)
-        elif self.updater.delays():
+        elif self.host is not None and self.host.delayed():
             deque(arriving, maxlen=0)
         else:
             units, least_bytes = arriving, self.early_bytes or EARLY_BYTES
         parts = self._parts(units, math.inf if self.optimizer.together else least_bytes)
-        with nullcontext() if self.updater.by_schedule else self.optimizer.step_hooks():
-            self.updater.update(parts, factor)
+        if not self.by_schedule:
+            with self.optimizer.step_hooks():
+                self._make(parts, factor)
         self.optimizer.note()
         self.scale.update(overflow=False)
+
+    def _make(self, parts: Iterable[Sequence[Flat]], factor: Factor) -> None:
+        if self.host is not None:
+            self.host.update(parts, factor)
+            return
+        for part in parts:
+            self.optimizer.update(part, factor)
+            self.optimizer.end_update(part)
 
     def factor_without_wait(
         self, unread: PendingResult, numbers: StepNumbers, alone: float | None
@@ -317,9 +295,9 @@ class Updates:
         """
         with self.guard.world.ledger.phase("backward"):
             self.data.finish_sums()
-        if not self.updater.by_schedule:
+        if not self.by_schedule:
             self.data.units.to_sharded()
-        self.updater.finish()
+        self.finish()
         find = partial(self.guard.error, step, summed, self.optimizer.flats, norm)
         error = self.guard.record_skip(step, find, expected=self.scale.on)
         self.scale.update(overflow=True)

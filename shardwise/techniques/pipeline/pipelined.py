@@ -67,11 +67,11 @@ class Pipelined:
     def require(self, batch: Any, microbatches: int, count: Count | None) -> None:
         enough(batch, microbatches, count)
 
-    def updater(self, optimizer: ShardedOptimizer, guard: Guard) -> Stale | None:
-        """None if the engine updates after the schedule."""
+    def updates_stages(self, optimizer: ShardedOptimizer, guard: Guard) -> bool:
+        """Whether the schedule updates each stage; else the engine does after it."""
         if self.staging.schedule.update:
             self.stale = Stale(self.staging, self.data, optimizer, guard)
-        return self.stale
+        return self.stale is not None
 
     def shared(self, names: Sequence[str], used: Tensor) -> Tensor:
         return self.staging.shared(names, used)

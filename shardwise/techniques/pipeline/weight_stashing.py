@@ -18,7 +18,7 @@ arXiv 1806.03377, section 3.3.)
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -32,7 +32,6 @@ from shardwise.core.plan.plan import Plan
 from shardwise.core.schedule.schedule import COMPUTE_OPS, Schedule
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.optimizer import Factor, ShardedOptimizer
-from shardwise.engine.optimizer.updating import Updater
 from shardwise.engine.options import EngineOptions
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
@@ -85,17 +84,14 @@ def _torn(plan: Plan, name: str, stages: Sequence[int], schedule: Schedule) -> I
     )
 
 
-class Stale(Updater):
+class Stale:
     """The versions of the parameters of this rank's stages, during one run of a schedule."""
-
-    by_schedule = True
 
     def __init__(
         self, staged: Staging, data: Data, optimizer: ShardedOptimizer, guard: Guard
     ) -> None:
         assert data.staged is not None
-        super().__init__(optimizer)
-        self.schedule, self.data = staged.schedule, data
+        self.schedule, self.data, self.optimizer = staged.schedule, data, optimizer
         self.units = data.staged
         self.guard = guard
         self.staged, self.device = staged, staged.stages.device
@@ -127,6 +123,8 @@ class Stale(Updater):
             for flat in (flat for flats in self.flats.values() for flat in flats):
                 flat.point_at(flat.full)
             self.kept = {}
+        if isinstance(last := self.optimizer.factor, Tensor):
+            (self.optimizer.factor,) = HostNumbers(last.view(1)).read()
 
     @contextmanager
     def during(self, stage: int, microbatch: int) -> Iterator[None]:
@@ -138,15 +136,6 @@ class Stale(Updater):
         if not self.left[stage, version] and version != self._newest(stage):
             self._show(stage, self._newest(stage))
             del self.kept[stage][version]
-
-    def update(self, parts: Iterable[Sequence[Flat]], factor: Factor) -> None:
-        """Keep the last factor as a number: `update_stage` has updated all."""
-        if isinstance(last := self.optimizer.factor, Tensor):
-            (self.optimizer.factor,) = HostNumbers(last.view(1)).read()
-
-    def owns(self) -> dict[str, int]:
-        """The peak of old versions in the last run."""
-        return {"versions": self.peak_bytes}
 
     def update_stage(self, stage: int, divisor: Tensor) -> None:
         """U: update a stage from the sum of its gradients since its last update, over `divisor`."""

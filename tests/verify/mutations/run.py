@@ -217,8 +217,8 @@ def delayed_updates_shown_too_early(_, later: OnHost) -> None:
 @ROWS.around(DELAYED, Engine, "loading")
 def a_load_over_a_pending_update(real, engine: Engine, *args: Any) -> Any:
     """The update is finished after the load, on the masters that it has read."""
-    later = engine.updates.updater
-    if not isinstance(later, OnHost):
+    later = engine.updates.host
+    if later is None:
         return real(engine, *args)
     running, later._running = later._running, []
     found = real(engine, *args)
