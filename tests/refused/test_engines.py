@@ -146,6 +146,8 @@ FOREIGN = [
     (lambda engine: engine.backward(torch.ones(())), "engine.step(batch), which runs forward"),
     (lambda engine: engine.state_dict(), "sw.full_state_dict(engine)"),
     (lambda engine: torch.no_grad()(engine.step)(X), "engine.step(batch) outside of the block"),
+    (lambda engine: engine.optimizer.step(), "engine.step(batch), then scheduler.step()"),
+    (lambda engine: engine.optimizer.add_param_group({}), "sw.AdamW(lr=3e-4, groups="),
     (lambda engine: engine.optimizer.load_state_dict(None), "the same specification"),
     (lambda engine: engine.optimizer.load_state_dict({"param_groups": [3]}), "the same spec"),
     (lambda engine: sw.no_sync(engine.model).__enter__(), "accumulate:4 in the engine's plan"),

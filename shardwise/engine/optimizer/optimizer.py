@@ -100,7 +100,6 @@ class ShardedOptimizer(Optimizer, ABC):
         numbered = enumerate(self.param_groups)
         self.group_of = {id(p): number for number, group in numbered for p in group["params"]}
         self.factor: Tensor | float = 1.0  # of the last step
-        self.base_lr = [group["lr"] for group in self.param_groups]
 
     def _targets(self, k: int, flat: Flat) -> list[nn.Parameter]:
         if k not in self.masters:
@@ -343,8 +342,9 @@ class ShardedOptimizer(Optimizer, ABC):
     def set_lr(self, lr: float) -> None:
         """Set the learning rate; groups with their own rate keep its proportion."""
         groups.require_rate(lr, " in engine.set_lr")
-        for group, base in zip(self.param_groups, self.base_lr, strict=True):
-            group["lr"] = lr * base / self.torch.defaults["lr"] if self.torch.defaults["lr"] else lr
+        default = float(self.torch.defaults["lr"])
+        for group, first in zip(self.param_groups, self.spec_options, strict=True):
+            group["lr"] = lr * first["lr"] / default if default else lr
 
     @property
     def lr(self) -> float:

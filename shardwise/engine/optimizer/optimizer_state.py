@@ -110,7 +110,9 @@ def incoming(
     `expected` are the keys of a state.  For a key that a saved state lacks there is a box that the
     checkpoint does not have: loading refuses it.
     """
-    keys = _keys(saved)
+    keys: dict[str, list[str]] = {}
+    for _, key, name in (each.split("/", 2) for each in saved if each.startswith("optim/")):
+        keys.setdefault(name, []).append(key)
     split = {
         key: all(
             saved[f"optim/{key}/{held.name}"][0] == held.shape
@@ -140,16 +142,6 @@ def incoming(
         ]
         found.append((held, state))
     return Incoming(boxes, found)
-
-
-def _keys(saved: Catalogue) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for tensor in saved:
-        kind, _, rest = tensor.partition("/")
-        key, _, name = rest.partition("/")
-        if kind == "optim":
-            found.setdefault(name, []).append(key)
-    return found
 
 
 def _room(
@@ -283,7 +275,7 @@ def require_rate(lr: Any, given: str) -> None:
 
 
 def _listed(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dim() == 0:
+    if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
     return [_listed(x) for x in value] if isinstance(value, tuple | list) else value
 

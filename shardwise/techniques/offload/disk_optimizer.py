@@ -142,7 +142,9 @@ class DiskOptimizer(ShardedOptimizer):
 
     @torch.no_grad()
     def _update(self, chosen: Sequence[int], factor: float) -> None:
-        self._unmap()
+        if self.mapped:
+            self.disk.drop()
+            self.mapped = False
         jobs = [
             ChunkRead(k, chunk, (self.gradients[k], self.wholes[k], *self.streamed[k].values()))
             for k in chosen
@@ -268,11 +270,6 @@ class DiskOptimizer(ShardedOptimizer):
                 self.disk.begin_read(master, chunk, buffer).result()
                 self._publish_chunk(ChunkRead(k, chunk, (master,)), narrow, buffer)
                 self.disk.release(buffer)
-
-    def _unmap(self) -> None:
-        if self.mapped:
-            self.disk.drop()
-            self.mapped = False
 
 
 def open_disk(plan: Plan, training: Training, world: World, model: nn.Module) -> Disk | None:

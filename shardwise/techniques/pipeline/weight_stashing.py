@@ -19,7 +19,7 @@ arXiv 1806.03377, section 3.3.)
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -160,7 +160,8 @@ class Stale:
         for unit in self.units.units[stage]:
             unit.to_sharded()
         if factor.skips is not None or not spoilt.item():
-            with self.optimizer.step_hooks(), _uncounted(params):
+            # autograd must not notice writes to parameters
+            with self.optimizer.step_hooks(), _unsafe_preserve_version_counter(params):
                 self.optimizer.update(flats, factor)
         self.guard.spoil(spoilt, flats)
         self.optimizer.clear(flats)
@@ -205,8 +206,3 @@ class Stale:
             for full in fulls
             if version != newest[stage]
         )
-
-
-def _uncounted(params: tuple[nn.Parameter, ...]) -> AbstractContextManager[None]:
-    """Keep the version counters of `params`: autograd does not notice writes to them."""
-    return _unsafe_preserve_version_counter(params)
