@@ -11,7 +11,7 @@ trained nor sharded never changes, so it is not split into blocks.  Padding is s
 parameters and gradients, and with the fp32 masters of 16-bit weights.  Where an optimizer needs
 whole tensors, one rank has the states of all of a parameter: its owner.  Others have states of
 runs, from the first element to the last of parameters that are updated as one tensor
-(engine/optimizer/runs.py).  With Adam, of a group with K elements in runs here and B in the block:
+(memory_optimizer.py).  With Adam, of a group with K elements in runs here and B in the block:
 
     fp32    4 B + 4 B + 8 K              bf16, fp16    2 B + 2 B + (4 B + 8 K)
 

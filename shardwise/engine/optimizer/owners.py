@@ -73,11 +73,11 @@ class Owners:
         `weights` are the blocks of the flat groups; 16-bit gradients are multiplied by `factor`.
         """
         for places in self._messages(weights):
-            coming = Exchange(self, places).begin(weights)
+            coming = PieceExchange(self, places).begin(weights)
             shards = {k: self.flats[k].grads.gshard for k, _ in places if update}
             blocks = {k: shard for k, shard in shards.items() if shard is not None}
             graded = [place for place in places if place[0] in blocks]
-            gradients = Exchange(self, graded).begin(blocks).wait() if graded else {}
+            gradients = PieceExchange(self, graded).begin(blocks).wait() if graded else {}
             for (k, i), whole in coming.wait().items():
                 target, shape = self.targets[k, i], self.flats[k].shapes[i]
                 target.data = whole.view(shape)
@@ -89,7 +89,7 @@ class Owners:
     @torch.no_grad()
     def give(self, weights: Mapping[int, Tensor]) -> None:
         """Send the updated weights of this rank's targets to the ranks that hold their pieces."""
-        for exchange in (Exchange(self, places) for places in self._messages(weights)):
+        for exchange in (PieceExchange(self, places) for places in self._messages(weights)):
             exchange.end([self.targets[place] for place in exchange.own], weights)
             for place in exchange.own:
                 self.targets[place].grad = None
@@ -104,7 +104,7 @@ class Owners:
         return list(found.values())
 
 
-class Exchange:
+class PieceExchange:
     """One message to the owners of `places`, or back from them.
 
     own      the places of which this rank is the owner
