@@ -131,9 +131,9 @@ class OptimizerSpec:
             where = f" in the group {group!r}" if own else ""
             instead = {"groups": {group: mended or {"lr": 0.001}}} if own else mended
             raise bad(
-                f"{maker}{_written(options)}){where}, which {self.kind.__name__} refuses ({why})",
+                f"{maker}{_listing(options)}){where}, which {self.kind.__name__} refuses ({why})",
                 f"the options of {self.kind.__name__}: {', '.join(takes)}",
-                f"{maker}{_written(instead) or 'lr=3e-4'})",
+                f"{maker}{_listing(instead) or 'lr=3e-4'})",
             ) from error
 
     def require_fits(self, model: nn.Module) -> None:
@@ -176,9 +176,9 @@ class OptimizerSpec:
         Group 0 is "default", then come one group for each pattern, empty if this rank has none of
         its parameters, and the rest.
         """
-        groups = [{"params": [], **own, "name": name} for name, _, own in self.members]
-        for group in groups:
-            group["param_names"] = []
+        groups: list[dict[str, Any]] = [
+            {"params": [], "param_names": [], **own, "name": name} for name, _, own in self.members
+        ]
         for name, p in named:
             group = groups[self.number(name, p.dim())]
             group["params"].append(p)
@@ -207,7 +207,7 @@ def _steps(optimizer: Optimizer, p: nn.Parameter, number: int) -> None:
             optimizer.step()
 
 
-def _written(options: Mapping[str, Any]) -> str:
+def _listing(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in options.items())
 
 

@@ -237,28 +237,29 @@ def compared(group: Options, called: str) -> dict[str, Any]:
 
 
 def fits(value: Any, first: Any) -> bool:
-    """Whether an option may take the place of its first value: a finite number that of one."""
+    """Whether an option may take the place of its first value: a number that of a number, ..."""
+    if isinstance(first, bool):
+        return isinstance(value, bool)
     if isinstance(first, tuple | list):
         as_many = isinstance(value, tuple | list) and len(value) == len(first)
         return as_many and all(map(fits, value, first))
-    return not _is_number(first, finite=True) or _is_number(value, finite=True)
+    return not _is_number(first) or _is_number(value)
 
 
-def _is_number(value: Any, *, finite: bool = False) -> bool:
-    """Also a tensor with one; a number on a GPU counts as finite: to read it would wait."""
+def _is_number(value: Any) -> bool:
+    """Not NaN; also a tensor with one, which is not read on a GPU: that would wait."""
     if isinstance(value, Tensor):
-        return value.numel() == 1 and (not finite or value.is_cuda or math.isfinite(value))
-    number = isinstance(value, Real) and not isinstance(value, bool)
-    return number and (not finite or math.isfinite(value))
+        return value.numel() == 1 and (value.is_cuda or not value.isnan())
+    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def require_options(group: Options, first: Options, called: str) -> None:
-    """Raise InputError for an option that was a number and is none, or a rate below 0."""
+    """Raise InputError for an option of another kind than its first value, or a rate below 0."""
     require_rate(group["lr"], f" in {called}")
     for key in (key for key, value in first.items() if not fits(group.get(key), value)):
         raise bad(
             f"{key}={short_repr(group.get(key))} in {called}",
-            f"finite numbers, as in {key}={first[key]!r}, its first value",
+            f"a value of the kind of {key}={first[key]!r}, the first one",
             f"group[{key!r}] = {first[key]!r}, for the group in engine.optimizer.param_groups",
         )
 
@@ -266,7 +267,7 @@ def require_options(group: Options, first: Options, called: str) -> None:
 def require_rate(lr: Any, given: str) -> None:
     """Raise InputError for a learning rate that is no finite number of at least 0."""
     on_gpu = isinstance(lr, Tensor) and lr.is_cuda
-    if not (_is_number(lr, finite=True) and (on_gpu or lr >= 0)):
+    if not (_is_number(lr) and (on_gpu or 0 <= lr < math.inf)):
         raise bad(
             f"a learning rate of {lr!r}{given}",
             "a finite number, 0 or more",
