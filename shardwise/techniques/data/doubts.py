@@ -298,7 +298,8 @@ def values_read(function: Any, owner: type | None = None, seen: Iterable[Any] = 
     reads, but for those of a rank; and what functions of the program read that it calls.
     """
     found, done = Options(), {*seen, function}
-    read = chain.from_iterable(read_by(layer, owner).items() for layer in layers_of(function))
+    layers = (layer for layer in layers_of(function) if _package(layer) != "shardwise")
+    read = chain.from_iterable(read_by(layer, owner).items() for layer in layers)
     for name, x in ((name, x) for name, x in read if not _of_a_rank(name)):
         found |= numbers_in(name, x)
         if isinstance(x, str) and (x.isalpha() or name.startswith(_VARIABLE)):
@@ -326,6 +327,5 @@ def reads(functions: Mapping[str, Any], modules: Iterable[nn.Module] = ()) -> Op
     return {
         f"{name} in {place}": x
         for place, (function, owner) in every.items()
-        if _package(function) != "shardwise"
         for name, x in values_read(function, owner).items()
     }
