@@ -239,23 +239,22 @@ def _code_text(code: Any) -> str:
 
 
 @cache
-def _names_in(code: CodeType) -> tuple[list[str], list[str], list[str]]:
-    """The names that code reads from its module; paths that begin with any name ("F.gelu"); words
-    that may name variables of the environment.
+def _names_in(code: CodeType) -> tuple[list[str], list[str]]:
+    """The names that code reads from its module, and paths that begin with any name ("F.gelu");
+    words that may name variables of the environment.
     """
-    path, known, paths = "", list[str](), list[str]()
+    path, paths = "", list[str]()
     for step in dis.get_instructions(code):
         follows = path and step.opname in ("LOAD_ATTR", "LOAD_METHOD")
         begins = step.opname in ("LOAD_GLOBAL", "LOAD_FAST", "LOAD_DEREF")
         path = f"{path}.{step.argval}" if follows else str(step.argval) if begins else ""
-        known += [path] if step.opname == "LOAD_GLOBAL" else []
-        paths += [path] if follows else []
+        paths += [path] if follows or step.opname == "LOAD_GLOBAL" else []
     words = [x for x in code.co_consts if isinstance(x, str) and x.isidentifier()]
     words = words if {"environ", "getenv"} & {*code.co_names} else []
     for inner in (each for each in code.co_consts if isinstance(each, CodeType)):
-        for own, further in zip((known, paths, words), _names_in(inner), strict=True):
+        for own, further in zip((paths, words), _names_in(inner), strict=True):
             own += further
-    return known, paths, words
+    return paths, words
 
 
 def read_by(function: Any, owner: type | None = None) -> Options:
@@ -268,20 +267,20 @@ def read_by(function: Any, owner: type | None = None) -> Options:
     if not isinstance(function, FunctionType):
         return _with_modules({**getattr(function, "__dict__", {})})
     code = function.__code__
-    known, paths, words = _names_in(code)
-    read = {name: function.__globals__.get(name) for name in known}
+    paths, words = _names_in(code)
+    arguments = code.co_varnames[: code.co_argcount]
+    read = dict(zip(arguments[::-1], (function.__defaults__ or ())[::-1], strict=False))
+    read |= function.__kwdefaults__ or {}
     with suppress(ValueError):  # a name that has no value yet
         cells = zip(code.co_freevars, function.__closure__ or (), strict=False)
         read |= {name: cell.cell_contents for name, cell in cells}
-    arguments = code.co_varnames[: code.co_argcount]
-    read |= dict(zip(arguments[::-1], (function.__defaults__ or ())[::-1], strict=False))
-    read |= function.__kwdefaults__ or {}
     read |= dict.fromkeys(arguments[:1] if owner else (), owner)
     for path in paths:
         of, _, name = path.rpartition(".")
         x = read.get(of)
-        tables = map(vars, x.__mro__[::-1]) if isinstance(x, type) else [getattr(x, "__dict__", {})]
-        read |= ((path, table[name]) for table in tables if name in table)
+        tables = x.__mro__[::-1] if isinstance(x, type) else [x]
+        every = [getattr(x, "__dict__", {}) for x in tables] if of else [function.__globals__]
+        read |= ((path, table[name]) for table in every if name in table)
     environment = {_VARIABLE + name: x for name, x in variables_named(words).items()}
     return _with_modules(read) | environment
 
