@@ -4,7 +4,6 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from threading import get_ident
 from typing import Any
 
@@ -215,42 +214,6 @@ def test_a_checkpoint_and_an_evaluation_apply_the_update_that_waits():
         assert losses == pytest.approx(expected, rel=1e-10)
         for name, weight in one.weights.values().items():
             assert difference(weights[name], weight) <= 1e-10, name
-
-
-def test_an_update_has_the_rate_of_its_own_step():
-    """What a scheduler sets after a step is not what the update of that step uses, however late."""
-    case = Case("dp1 fp64 offload:optim-delayed=0", torch.optim.SGD, {"lr": 0.1})
-    engine, model = build(alone(), TASK, case), TASK.make().double()
-    assert engine.updates.host is not None
-    engine.updates.host.late = True
-    waiting: list[tuple[float, list[Tensor]]] = []
-    for step in range(4):
-        rate = 0.02 / (step + 1)
-        engine.set_lr(rate)
-        step_of(engine, step)
-        engine.set_lr(5.0)  # must be no rate of any update
-        gradients = torch.autograd.grad(TASK.loss(model, TASK.batch(step)), [*model.parameters()])
-        waiting.append((rate, [*gradients]))
-        while len(waiting) > (step < 3):
-            rate, gradients = waiting.pop(0)
-            for p, gradient in zip(model.parameters(), gradients, strict=True):
-                p.data -= rate * gradient
-    engine.flush()
-    weights = full_parameters(engine.flats)
-    for name, p in model.named_parameters():
-        assert difference(weights[name], p.detach()) <= 1e-10, name
-
-
-def test_a_load_drops_the_update_that_waits(tmp_path: Path):
-    """What has been loaded goes on as what was saved, to the last bit."""
-    engine = build(alone(), TASK, Case("fp64 offload:optim-delayed=0"))
-    assert engine.updates.host is not None
-    engine.updates.host.late = True
-    step_of(engine, 0)
-    sw.save(engine, tmp_path)
-    saved = [step_of(engine, step).loss for step in (1, 2)]
-    sw.load(engine, tmp_path)
-    assert [step_of(engine, step).loss for step in (1, 2)] == saved
 
 
 def late_overflow(world: World) -> list[tuple[bool, bool]]:

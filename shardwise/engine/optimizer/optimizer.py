@@ -274,8 +274,8 @@ class ShardedOptimizer(Optimizer, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The options of the groups (rates, betas), without tensors; `sw.save` keeps both."""
-        named = [{"name": group["name"]} | groups.options(group) for group in self.param_groups]
-        return {"state": {}, "param_groups": [{**group, "params": []} for group in named]}
+        own = [{"name": g["name"], **groups.options(g), "params": []} for g in self.param_groups]
+        return {"state": {}, "param_groups": own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the options of the groups. Raises InputError for groups of another spec."""

@@ -7,7 +7,7 @@ unknown option or a negative rate raises there.
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any, TypedDict, Unpack
@@ -368,14 +368,10 @@ class Combined(Optimizer):
         for part in parts:
             part.state = self.state
 
-    def each(self) -> Iterator[Optimizer]:
+    def step(self, closure: Any = None) -> None:
         pairs = list(zip(self.param_groups, self.of, strict=True))
         for k, part in enumerate(self.parts):
             part.param_groups = [group for group, of in pairs if of == k]
-            yield part
-
-    def step(self, closure: Any = None) -> None:
-        for part in self.each():
             even_out(part)
             part.step()
 
