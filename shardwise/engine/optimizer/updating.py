@@ -242,10 +242,11 @@ class Updates:
             flags = used_in(unread.read().used)
         consensus.set_used(flags)
         finite = torch.cat([numbers.loss, numbers.squares]).isfinite().all()
-        # without dims: factors change no dtype
-        over, parts, _, tokens, _, squares, _ = (each.squeeze() for each in numbers)
-        correction = over / (tokens.clamp(min=1) * parts) if alone is None else 1 / alone
-        norm = squares.sqrt() * correction if unread.by_norm else None
+        correction: Any = 1 / (alone or 1)
+        if alone is None:  # without dims: factors change no dtype
+            divisor = numbers.tokens.clamp(min=1) * numbers.parts
+            correction = (numbers.over / divisor).squeeze()
+        norm = numbers.squares.squeeze().sqrt() * correction if unread.by_norm else None
         return Factor(correction, finite.logical_not().float()), norm
 
     def squares(self, number: Tensor) -> tuple[Tensor, Tensor]:
