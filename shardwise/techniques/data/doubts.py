@@ -292,11 +292,11 @@ def _with_modules(read: Options) -> Options:
     return read | {f"{n}.{key}": x for n, own in held.items() for key, x in own.items()}
 
 
-def values_read(function: Any, owner: type | None = None, seen: Iterable[Any] = ()) -> Options:
+def values_read(function: Any, owner: type | None = None, seen: Iterable[int] = ()) -> Options:
     """The numbers, short words ("sum"), functions and variables of the environment that a function
     reads, but for those of a rank; and what functions of the program read that it calls.
     """
-    found, done = Options(), {*seen, function}
+    found, done = Options(), {*seen, id(function)}  # objects that are called may have no hash
     layers = (layer for layer in layers_of(function) if _package(layer) != "shardwise")
     read = chain.from_iterable(read_by(layer, owner).items() for layer in layers)
     for name, x in ((name, x) for name, x in read if not _of_a_rank(name)):
@@ -305,7 +305,7 @@ def values_read(function: Any, owner: type | None = None, seen: Iterable[Any] = 
             found[name] = x
         elif isinstance(x, _FUNCTIONS):
             found[name] = identity(x)
-            called = {} if x in done or _installed(x) else values_read(x, owner, done)
+            called = {} if id(x) in done or _installed(x) else values_read(x, owner, done)
             found |= {f"{name}: {key}": y for key, y in called.items()}
     return found
 
