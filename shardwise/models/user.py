@@ -276,9 +276,13 @@ def failed(
 
 
 def place_of(error: BaseException, name: str) -> str:
+    """The last line of the user's file that the error passed; if it has none, the file alone."""
     frames = traceback.extract_tb(error.__traceback__)
     file = Path(name.rpartition(":")[0]).name
-    last = ([frame for frame in frames if Path(frame.filename).name == file] or frames)[-1]
+    own = [frame for frame in frames if Path(frame.filename).name == file]
+    if file.endswith(".py") and not own:  # it does not parse, or `build` wants arguments
+        return file
+    last = (own or frames)[-1]
     return f"{Path(last.filename).name}, line {last.lineno}"
 
 

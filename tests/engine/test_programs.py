@@ -336,6 +336,7 @@ PROGRAMS: dict[str, tuple[Loop, Make, list[str]]] = {
     "dims": (by_dims, dims, WAYS[:4]),
     "inference": (inferring, lambda: settled(Normed()).double(), WAYS[:3]),
     "penalty": (trains(penalised, apart=True), zoo("sequential"), ["DDP"]),
+    "vmap": (trains(lambda m, x: torch.vmap(m)(x).square().mean()), zoo("stack"), ["DDP"]),
     "frozen": (trains(squares), zoo("part of each frozen"), WAYS[:3]),
     "checkpoint": (trains(squares), zoo("checkpoint around"), WAYS[:3]),
     **{f"gives {kind}": (evaluated, partial(giving, kind), ["FULL_SHARD"]) for kind in KINDS},

@@ -305,6 +305,7 @@ ZOO = {
     "sequential": lambda: nn.Sequential(nn.Linear(6, 11), nn.GELU(), nn.Linear(11, 6)),
     "one layer": lambda: nn.Linear(6, 6),
     "stack": lambda: Stack(*[Block() for _ in range(3)]),
+    "dropout": lambda: Stack(*[nn.Sequential(Block(), nn.Dropout(0.5)) for _ in range(3)]),
     "twice": Twice,
     "same block three times": lambda: Stack(*[Block()] * 3),
     "class token": ClassToken,
@@ -358,6 +359,15 @@ def penalised(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return functional.mse_loss(model(x), y) + hidden.square().mean()
 
 
+def in_eval(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Without dropout; the model has its modes again where the function ends."""
+    modes = [module.training for module in model.modules()]
+    loss = functional.mse_loss(model.eval()(batch[0]), batch[1])
+    for module, mode in zip(model.modules(), modes, strict=True):
+        module.training = mode
+    return loss
+
+
 def task_of(name: str) -> Task:
     task = rows_task(partial(make, name))
     if name.startswith("returns"):
@@ -368,7 +378,8 @@ def task_of(name: str) -> Task:
 TASKS = {
     "two passes": Task(partial(make, "stack"), vectors, two_views, None),
     "parts on their own": Task(partial(make, "stack"), vectors, penalised, None),
-    **{name: task_of(name) for name in ZOO},
+    "dropout off in the loss": Task(partial(make, "dropout"), vectors, in_eval, None),
+    **{name: task_of(name) for name in ZOO if name != "dropout"},
 }
 
 

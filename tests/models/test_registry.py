@@ -48,6 +48,9 @@ def convolution():
 def broken():
     raise KeyError("no such thing")
 
+def wanting(width):
+    return nn.Linear(width, 3)
+
 def nothing():
     return 3
 
@@ -179,6 +182,7 @@ def test_a_module_alone_gets_input_for_its_first_layer(
     [
         ("biuld", "build"),
         ("broken", "KeyError"),
+        ("wanting", r"'width' \(net\.py\).*once net\.py is corrected"),
         ("nothing", "returns a int"),
         ("leaving", "SystemExit: 3"),
         ("pair", "a tuple without make_batch.*Write instead: return model, loss, make_batch"),

@@ -137,7 +137,7 @@ class Consensus:
         (args, kwargs), arguments = inputs, self.same.doubts.arguments
         arguments += leaves(inputs, float)
         arguments += [x for x in (*args, *kwargs.values()) if isinstance(x, int | str)]
-        if not self.passes and self.ranks > 1:
+        if not (self.passes or self.ranks == 1 or torch._C._are_functorch_transforms_active()):
             self.share = share_numbers(inputs, self.device)
         self.passes += 1
 

@@ -55,6 +55,8 @@ _ANSWERS: Final[dict[Any, Callable[[torch.device], Any]]] = {
         if hasattr(Tensor, f"is_{kind}")
     },
 }
+#: The function by which nn.TransformerEncoder decides in evaluations; newer torch may not have it.
+_LOOKS_AT_PADDING: Final = vars(torch).get("_nested_tensor_from_mask_left_aligned")
 #: Functions that use only the dtype or the shape of their second argument.
 _LENT: Final[dict[Any, Callable[..., Tensor]]] = {
     Tensor.to: lambda x, like, *how, **named: x.to(like.dtype, *how, **named),
@@ -121,6 +123,8 @@ class Glue(TorchFunctionMode):
             )
         if func in _ANSWERS and args[0].is_meta:
             return _ANSWERS[func](self.device)
+        if func is _LOOKS_AT_PADDING:
+            return False  # nn.TransformerEncoder evaluates without nested tensors, as it trains
         return self.player.op(func, args, kwargs)
 
     def _lends(self, args: Any) -> bool:

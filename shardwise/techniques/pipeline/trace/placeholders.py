@@ -193,7 +193,7 @@ class StandIn(nn.Module):
     def __init__(self, of: Of) -> None:
         super().__init__()
         vars(self)["_of"] = of
-        self.training = of.twin.training
+        del vars(self)["training"]  # the layer's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Pass the call to the player; outside of a stage, call the layer (in a recomputation)."""
@@ -226,9 +226,16 @@ class StandIn(nn.Module):
     def __getitem__(self, key: Any) -> Any:
         return vars(self)["_of"].answers[key]
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """The training mode is the layer's, so that a loss that sets it computes with it."""
+        if name == "training":
+            vars(self)["_of"].answers.training = value
+        else:
+            super().__setattr__(name, value)
+
     def train(self, mode: bool = True) -> "StandIn":
-        vars(self)["_of"].twin.train(mode)
-        return super().train(mode)
+        vars(self)["_of"].answers.train(mode)
+        return self
 
     def requires_grad_(self, requires_grad: bool = True) -> "StandIn":
         vars(self)["_of"].twin.requires_grad_(requires_grad)
@@ -392,7 +399,10 @@ class StageLayers:
 
     @contextmanager
     def playing(self, player: Glue) -> Iterator[nn.Module]:
-        """The model, with a stand-in for every layer during the `with`."""
+        """The model, with a stand-in for every layer during the `with`, and its modes after it: a
+        stage ends in the middle of a loss that sets them.
+        """
+        modes = [(module, module.training) for module in self._with_modes[0]]
         before = [(of.player, of.following) for of in self.standing]  # of a trace, in its midst
         for of in self.standing:
             of.player, of.following = player, False
@@ -409,6 +419,8 @@ class StageLayers:
                 table[key] = real
             for (table, key), _ in self.lent:
                 del table[key]
+            for module in [module for module, mode in modes if module.training != mode]:
+                module.training = not module.training
 
     def _end(self) -> None:
         for of in self.standing:
