@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from errno import ENOSPC
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -83,6 +84,12 @@ def run_app(app: typer.Typer, given: Sequence[str], program: str, *, ends: bool 
         code = 2
     except (RunError, RankError) as error:
         print(error, file=sys.stderr)
+        code = 1
+    except OSError as error:
+        if error.errno != ENOSPC or error.filename is not None:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is buffered, at the exit
+        print(f"The output cannot be written ({error.strerror}).", file=sys.stderr)
         code = 1
     if ends and not launched():  # our launcher ends its ranks itself
         end_in(LINGER_S, code or 0)

@@ -74,6 +74,15 @@ def test_a_process_that_outlives_its_command_is_ended(keep: str) -> None:
     assert done.returncode == 2 and "kept alive" in done.stderr, done
 
 
+def test_an_output_on_a_full_disk_is_one_line() -> None:
+    """Exit code 1, without a traceback, also of what is written at the exit."""
+    line = [sys.executable, "-m", "shardwise", "schedule", "gpipe"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(line, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    said = "The output cannot be written (No space left on device).\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
 @pytest.mark.parametrize(
     ("line", "phrase"),
     [
