@@ -136,8 +136,8 @@ def _signature(model: nn.Module) -> list[Any]:
         own = module.extra_repr() if of_torch else floats_of(module)
         found.append((name, type(module).__qualname__, own, mode))
     own = (m for m in model.modules() if not type(m).__module__.startswith("torch."))
-    forwards = dict.fromkeys(getattr(m.forward, "__func__", m.forward) for m in own)
-    return [*found, *map(_function_text, forwards)]
+    forwards = (getattr(m.forward, "__func__", m.forward) for m in own)
+    return [*found, *map(_function_text, {id(each): each for each in forwards}.values())]
 
 
 def _text_of(part: object) -> str:
