@@ -83,8 +83,8 @@ class Mesh:
 
     def lines(self, name: str) -> list[tuple[int, ...]]:
         """All lines along one axis; each global rank is in one of them."""
-        lines = (self.line(name, rank) for rank in range(self.size))
-        return list(dict.fromkeys(lines))
+        firsts = (r for r in range(self.size) if not self.coordinate(r).get(name))
+        return [self.line(name, rank) for rank in firsts]
 
 
 def ordered(axes: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:

@@ -4,6 +4,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.comm.parameter import parameter_like
 from shardwise.core.errors import InputError, bad
+from shardwise.core.layouts.uneven import Counts
 from shardwise.core.mesh import TENSOR
 from shardwise.core.model_spec import Blocks
 from shardwise.core.plan.plan import Plan
@@ -20,12 +22,15 @@ from shardwise.core.tools.arguments import integer
 from shardwise.derive.table import table_or_derived
 from shardwise.engine.options import EngineOptions, Loss
 from shardwise.engine.predict import predict_with
-from shardwise.engine.spec_of_model import plain_copy, stage_places
+from shardwise.engine.spec_of_model import plain_copy, stage_counts
+from shardwise.observe.dry_engine import step_peaks
 from shardwise.observe.meta_pass import UNKNOWN
 from shardwise.prediction.cluster import Cluster, cluster_of
-from shardwise.prediction.prediction import Prediction
+from shardwise.prediction.prediction import Prediction, StepPeaks
 from shardwise.prediction.search.result import PlanTask, SearchResult
 from shardwise.prediction.search.search import best_plans
+from shardwise.techniques.pipeline.partition import calls_of
+from shardwise.techniques.pipeline.trace.placeholders import Calls
 
 #: The plans that are predicted.
 COUNT: Final = 8
@@ -41,6 +46,7 @@ class SearchedModel:
         self.plain, self.blocks = plain_copy(model, PLAIN), equal_blocks(model)
         self.known = dict[tuple[Plan, int, int | None], Prediction]()
         self.tables = dict[tuple[int, int | None], Any]()
+        self.stages = dict[int, Counts]()
 
     def of(self, plan: Plan, rows: int, rank: int = 0, depth: int | None = None) -> Prediction:
         """That of a rank, with microbatches of `rows` rows, of a copy with `depth` blocks.
@@ -60,9 +66,15 @@ class SearchedModel:
         own = replace(PLAIN, axes=axes, context=plan.context, sp=plan.sp, recompute=plan.recompute)
         return self._predicted(own, 1, depth)
 
-    def pieces(self, stages: int) -> int:
-        """Blocks, or else layers, that so many stages divide. Raises InputError for fewer."""
-        return len(stage_places(self.plain, self.options, stages))
+    @cached_property
+    def calls(self) -> Calls | None:
+        return calls_of(self.plain, self.options.objective)
+
+    def counts(self, stages: int) -> Counts:
+        """Blocks, or else layers, of so many stages. Raises InputError for fewer."""
+        if stages not in self.stages:
+            self.stages[stages] = stage_counts(self.plain, self.calls, stages)
+        return self.stages[stages]
 
     def _predicted(self, plan: Plan, rows: int, depth: int | None) -> Prediction:
         model = self.model
@@ -74,7 +86,14 @@ class SearchedModel:
             one, loss = (lambda: self._rows(1)), self.options.objective
             self.tables[key] = table_or_derived(*own, lambda: model, one, loss)
         options = replace(self.options, table=self.tables[key])
-        return predict_with(model, plan, self._rows(rows * plan.microbatches), options)
+        batch = self._rows(rows * plan.microbatches)
+        found = predict_with(model, plan, batch, options)
+
+        @cache
+        def peaks(plan: Plan, rank: int) -> StepPeaks:
+            return step_peaks(model, plan, batch, options, rank, parts=False)
+
+        return replace(found, dry=peaks)
 
     def _rows(self, rows: int) -> Any:
         return tree_map_only(Tensor, lambda x: x[:1].repeat(rows, *[1] * (x.dim() - 1)), self.batch)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.techniques.layers.plans import LayerPlans
 from shardwise.techniques.layers.recorded import LayerPasses
 from shardwise.techniques.pipeline import stage_module
-from shardwise.techniques.pipeline.partition import calls_of, candidates
+from shardwise.techniques.pipeline.partition import calls_of, candidates, starts
 from shardwise.techniques.pipeline.staged_model import Stages
 from shardwise.techniques.pipeline.trace.placeholders import Calls, layers, twin
 from shardwise.techniques.recompute import apply as recomputation
@@ -330,9 +331,11 @@ def _real(model: nn.Module, plan: Plan, options: EngineOptions) -> nn.Module:
     return copied
 
 
-def stage_places(plain: nn.Module, options: EngineOptions, stages: int) -> tuple[str, ...]:
-    """The modules at which one of so many stages may begin. Raises InputError for too few."""
-    return candidates(plain, stages, calls_of(plain, options.objective))
+def stage_counts(plain: nn.Module, calls: Calls | None, stages: int) -> Counts:
+    """The blocks, or else layers, of so many stages. Raises InputError for too few."""
+    cuts = candidates(plain, stages, calls)
+    begin = [cuts.index(name) for name in starts(plain, stages, None, calls)]
+    return tuple(b - a for a, b in pairwise((0, *begin, len(cuts))))
 
 
 def structure(

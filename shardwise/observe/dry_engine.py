@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -90,9 +91,11 @@ class DryRun:
         Numbers that it reads are zeros; known numbers that it would add unknown ones to stay, and
         kernels that update lists in place do nothing.  The model and its backward pass read none.
         """
+        x = kwargs.get("out", args[0])
+        if _updates(func) and x.is_meta and x.numel():
+            return x
         if self.inside or in_backward():
             return NotImplemented
-        x = args[0]
         if func is torch.ops.aten._local_scalar_dense.default:
             return torch.zeros((), dtype=x.dtype, device="cpu").item()
         if func is torch.ops.aten._to_copy.default and kwargs.get("device") == _CPU:
@@ -101,8 +104,10 @@ class DryRun:
             return None
         return x if func._schema.is_mutable and not x.is_meta else NotImplemented
 
-    def peaks(self, batch: Any) -> StepPeaks:
-        """That of a second step; the first one learns the order of units, and makes states."""
+    def peaks(self, batch: Any, *, parts: bool = True) -> StepPeaks:
+        """That of a second step; the first one learns the order of units, and makes states.
+        `parts`: the most bytes on the device by category too.
+        """
         with self.running() as engine:
             first, before_update = StepBytes(engine, least=sys.maxsize), list[int]()
             rested, optimizer = first.now, engine.optimizer.torch
@@ -114,14 +119,14 @@ class DryRun:
             step, kept = StepBytes(engine), KeptBytes(engine, batch)
             most = next(iter(before_update), first.most)
             states = step.now - memory.in_step(engine)["gradients"]  # a step begins without any
-            step.least = int(NEAR * (most - rested + states))
+            step.least = int(NEAR * (most - rested + states)) if parts else sys.maxsize
             self._watched(batch, step, kept)
-            if not step.parts:
+            if parts and not step.parts:
                 step = StepBytes(engine, step.most)
                 self._watched(batch, step, kept)
         host = engine.recompute.host
         fetched = 0 if host is None else host.most_fetched_bytes
-        return StepPeaks(step.parts, kept.most, kept.most_on_host, fetched)
+        return StepPeaks(step.most, step.parts, kept.most, kept.most_on_host, fetched)
 
     def _watched(self, batch: Any, step: StepBytes, kept: KeptBytes) -> None:
         engine = self.engine
@@ -135,6 +140,14 @@ class DryRun:
         engine.wait()
 
 
+@cache
+def _updates(func: Any) -> bool:
+    """Whether an operation writes to the one tensor that it returns, and changes no shape."""
+    returns = [each.alias_info for each in func._schema.returns]
+    writes = len(returns) == 1 and returns[0] is not None and returns[0].is_write
+    return writes and torch.Tag.inplace_view not in func.tags
+
+
 def _with_buffers(model: nn.Module) -> nn.Module:
     """The model with zeros in place of buffers that are on meta."""
     for module in model.modules():
@@ -146,7 +159,13 @@ def _with_buffers(model: nn.Module) -> nn.Module:
 
 
 def step_peaks(
-    model: nn.Module, plan: Plan, batch: Any, options: EngineOptions, rank: int
+    model: nn.Module,
+    plan: Plan,
+    batch: Any,
+    options: EngineOptions,
+    rank: int,
+    *,
+    parts: bool = True,
 ) -> StepPeaks:
     """The memory of a step of `rank` on its share of a batch; of few of its equal microbatches.
     Raises InputError like `parallelize`, and for a model on meta that does not run there.
@@ -154,14 +173,14 @@ def step_peaks(
     few = _few(plan, batch, options, rank)
     with kept_values(batch):
         try:
-            return DryRun(model, few.plan, options, rank).peaks(few.batch)
+            return DryRun(model, few.plan, options, rank).peaks(few.batch, parts=parts)
         except UNKNOWN as error:
             has_values = not any(p.is_meta for p in model.parameters())
             if not has_values and isinstance(error, InputError):
                 raise
             if not has_values:
                 raise valueless(model) from error
-        return DryRun(model, few.plan, options, rank, real=True).peaks(few.batch)
+        return DryRun(model, few.plan, options, rank, real=True).peaks(few.batch, parts=parts)
 
 
 class _Few(NamedTuple):

@@ -142,11 +142,18 @@ def call_tensors(values: Any) -> list[Tensor]:
     """The tensors in the arguments or results of an operation; pytree takes longer than some."""
     if isinstance(values, Tensor):
         return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, tuple | list):
+    if not isinstance(values, _TREES):
         return []
-    return [x for value in values for x in call_tensors(value)]
+    found = list[Tensor]()
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, _TREES):
+            found += call_tensors(value)
+    return found
+
+
+_TREES: Final = (tuple, list, dict)
 
 
 def in_backward() -> bool:

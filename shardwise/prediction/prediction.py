@@ -49,11 +49,12 @@ CHECKED_STEPS = 3
 class StepPeaks:
     """The memory of a step, as a dry run of the engine finds it.
 
-    parts             bytes by category at the moment when most are on the device
+    device            the most bytes on the device, and `parts` by category at that moment
     activations       the most that autograd keeps there at once, host_activations in host memory
     fetched           the most of these that are back on the device at once
     """
 
+    device: int
     parts: Mapping[str, int]
     activations: int
     host_activations: int
@@ -148,7 +149,7 @@ class Prediction:
         """The bytes that the rank stores on its device in a step, at most.
         What a kernel takes and frees inside of one operation is not among them.
         """
-        return sum(self.peaks.parts.values())
+        return self.peaks.device
 
     @property
     def disk_memory(self) -> dict[str, int]:

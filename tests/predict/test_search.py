@@ -23,7 +23,7 @@ from shardwise.engine.predict import predict_with
 from shardwise.models.gpt import GPT, GPTConfig, loss
 from shardwise.prediction.cluster import PRESETS, Cluster
 from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.search.plan_costs import PlanCosts, with_uneven_stages
+from shardwise.prediction.search.plan_costs import PlanCosts
 from shardwise.prediction.search.result import (
     Candidate,
     PlanTask,
@@ -32,6 +32,7 @@ from shardwise.prediction.search.result import (
     SearchResult,
     candidates,
 )
+from shardwise.prediction.search.search import with_uneven_stages
 from tests.train.runs import ended, printed
 
 CONFIG = GPTConfig(512, 4, 64, heads=4, kv_heads=4, hidden=192, sequence=64)
@@ -296,16 +297,27 @@ def test_no_stage_of_an_uneven_plan_exceeds_the_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["dp4 tp2 sp zero3 bf16 recompute:full", "pp2 dp1 1f1b:4 bf16", "dp2 zero1 bf16"]
+    ("text", "layers", "vocabulary", "copies", "rel"),
+    [
+        ("dp4 tp2 sp zero3 bf16 recompute:full", 12, 512, 2, 1e-6),
+        ("dp2 zero1 bf16", 12, 512, 2, 1e-6),
+        ("pp2 dp1 1f1b:4 bf16", 13, 2048, 2, 0.01),
+        pytest.param("pp16 dp4 zb-h1:16 bf16", 80, 512, 4, 0.03, marks=pytest.mark.full),
+    ],
 )
-def test_a_deep_plan_is_predicted_from_copies_with_few_blocks(text: str) -> None:
-    """Its time and peak continue along the line through those of two copies."""
-    found = PlanCosts(SearchedModel(model(replace(CONFIG, layers=12)), batch(), OPTIONS), LARGE)
+def test_a_deep_plan_is_predicted_from_copies_with_few_blocks(
+    text: str, layers: int, vocabulary: int, copies: int, rel: float
+) -> None:
+    """Its time and peak continue along the lines through those of copies."""
+    deep = model(replace(CONFIG, layers=layers, vocabulary=vocabulary))
+    found = PlanCosts(SearchedModel(deep, batch(), OPTIONS), LARGE)
     candidate = Candidate(Plan.parse(text), 1)
-    result, whole = found.ranked(candidate), found._predicted(candidate, None)
-    assert isinstance(result, RankedPlan) and result.sent_bytes == whole.sent_bytes
-    assert result.peak_bytes == pytest.approx(whole.peak_bytes, rel=1e-6)
-    assert result.seconds == pytest.approx(whole.seconds, rel=1e-6)
+    assert len(found._copies(candidate)) == copies
+    result, whole = found.ranked(candidate), found.whole(candidate)
+    assert isinstance(result, RankedPlan) and isinstance(whole, RankedPlan)
+    assert result.sent_bytes == whole.sent_bytes
+    assert result.peak_bytes == pytest.approx(whole.peak_bytes, rel=rel)
+    assert result.seconds == pytest.approx(whole.seconds, rel=rel)
 
 
 # --- equal blocks ---------------------------------------------------------------------------------

@@ -8,52 +8,48 @@
     stored      by the states table, of equal parts of the parameters; and what autograd keeps
 
 A prediction records the model's own pass, and takes its memory from dry runs (observe/).
-
-    blocks        b0    b1    b2    b3 + head       seconds 1 1 1 5
-    even          b0    b1  | b2    b3 + head       slowest stage 6
-    stages:3,1    b0    b1    b2  | b3 + head       slowest stage 5
-
-The planner of DAPPLE (arXiv 2007.01045) divides layers by their measured time.  Here the seconds of
-a block are predicted, those of a stage of the same plan with a stage for each block.  First an
-exact partition makes the slowest stage as fast as possible (core/layouts/uneven.py).  Then blocks
-move from one stage to another while that makes the schedule shorter, by its clock: of several
-stages a rank, the slowest one does not decide alone.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate, pairwise, permutations
+from itertools import product
 from typing import Final, NamedTuple, Protocol
 
 from shardwise.core.errors import InputError
-from shardwise.core.layouts.uneven import balanced
+from shardwise.core.layouts.uneven import Counts
 from shardwise.core.mesh import PIPELINE, TENSOR
 from shardwise.core.model_spec import Blocks, Operation
 from shardwise.core.plan.plan import Plan
-from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.plan.words import size_text
-from shardwise.core.schedule.clock import ActionCosts, clock
 from shardwise.core.schedule.library import allowed, entry
 from shardwise.prediction.cluster import Cluster
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.search.result import Candidate, RankedPlan, RefusedPlan
-from shardwise.prediction.time.staged import hop_s, stage_kernels
-from shardwise.prediction.time.step_time import Network, RankWork, precision
+from shardwise.prediction.time.step_time import Network, RankWork, StepTime, precision
 
-# --- uneven stages --------------------------------------------------------------------------------
+#: The least part of the bytes of kernels beside products that grows with the rows (norms' weights
+#: do not).
+SHARED: Final = 0.98
+#: The bytes of a parameter, and of its gradient, in bf16.
+SHORT_BYTES: Final = 2
+#: The blocks of the smallest stage in copies of a deep model, whose costs continue along a line.
+DEPTHS: Final = (2, 3)
+#: Under zero3: units are gathered ahead, so the first blocks take other memory than later ones.
+GATHERED: Final = (4, 5)
+#: Pipelines with more stages than these are predicted from copies with so many.
+STAGES: Final = (4, 8)
+#: A rank whose bound of the memory is at least this part of the largest one may store most.
+NEAR: Final = 0.9
+#: A budget of activations is found in so many predictions.
+BUDGETS: Final = 2
 
-#: Blocks move between stages if there are at most so many: every two are tried.
-MOST_TRIED: Final = 16
-#: A move makes the schedule shorter by this part at least, more than rounding.
-LEAST: Final = 1e-6
 
-Counts = tuple[int, ...]
+class PredictedModel(Protocol):
+    """Predictions of one model under many plans; `blocks`: the list of its equal blocks, if any."""
 
-
-class CutModel(Protocol):
-    """Predictions of a model that is cut into stages."""
+    blocks: Blocks | None
 
     def of(self, plan: Plan, rows: int, rank: int = 0, depth: int | None = None) -> Prediction:
         """That of a rank, with microbatches of `rows` rows, of a copy with `depth` blocks.
@@ -61,71 +57,9 @@ class CutModel(Protocol):
         """
         ...
 
-    def pieces(self, stages: int) -> int:
-        """The number of blocks that so many stages divide; of layers if there are fewer blocks."""
+    def counts(self, stages: int) -> Counts:
+        """The blocks of each stage, or layers if there are fewer blocks, without `stages`."""
         ...
-
-
-def with_uneven_stages(candidate: Candidate, model: CutModel, cluster: Cluster) -> Candidate:
-    """The pipeline plan with the blocks of each stage that its time asks for.
-    Raises InputError for a model whose blocks cannot be stages.
-    """
-    plan, rows = candidate
-    schedule = schedule_of(plan)
-    assert schedule is not None
-    pieces, stages = model.pieces(len(schedule.home)), len(schedule.home)
-    axes = tuple((axis, pieces if axis == PIPELINE else size) for axis, size in plan.axes)
-    finest = replace(plan, axes=axes, schedule="1f1b:1", stages=None, row="ddp", offload=None)
-    of_block = stage_kernels(RankWork(model.of(finest, rows), cluster)).seconds
-    hop = hop_s(RankWork(model.of(plan, rows), cluster))
-
-    def makespan_s(counts: Counts) -> float:
-        places = list(pairwise(accumulate(counts, initial=0)))
-        found = {op: tuple(sum(own[a:b]) for a, b in places) for op, own in of_block.items()}
-        return clock(schedule, ActionCosts(**found, hop=hop)).makespan
-
-    weights = [forward + back for forward, back in zip(of_block["F"], of_block["B"], strict=True)]
-    counts = tuple(b - a for a, b in pairwise((0, *balanced(weights, stages), pieces)))
-    if stages <= MOST_TRIED:
-        counts = _moved(counts, makespan_s)
-    return candidate._replace(plan=replace(plan, stages=counts))
-
-
-def _moved(counts: Counts, cost: Callable[[Counts], float]) -> Counts:
-    least = cost(counts)
-    while near := {other: cost(other) for other in _moves(counts)}:
-        other = min(near, key=near.__getitem__)
-        if near[other] >= least * (1 - LEAST):
-            break
-        counts, least = other, near[other]
-    return counts
-
-
-def _moves(counts: Counts) -> Iterator[Counts]:
-    """The counts with one block less in a stage of several, and one more in another stage."""
-    for giver, taker in permutations(range(len(counts)), 2):
-        if counts[giver] > 1:
-            changed = {giver: counts[giver] - 1, taker: counts[taker] + 1}
-            yield tuple(changed.get(stage, count) for stage, count in enumerate(counts))
-
-
-#: The least part of the bytes of kernels beside products that grows with the rows (norms' weights
-#: do not).
-SHARED: Final = 0.98
-#: The bytes of a parameter, and of its gradient, in bf16.
-SHORT_BYTES: Final = 2
-#: The depths of the copies of a deep model whose costs continue along a line.
-DEPTHS: Final = (2, 3)
-#: Under zero3: units are gathered ahead, so the first blocks take other memory than later ones.
-GATHERED: Final = (4, 5)
-#: A budget of activations is found in so many predictions.
-BUDGETS: Final = 4
-
-
-class PredictedModel(CutModel, Protocol):
-    """Predictions of one model under many plans; `blocks`: the list of its equal blocks, if any."""
-
-    blocks: Blocks | None
 
     def one_row(self, plan: Plan, depth: int | None) -> Prediction:
         """That of one row on one data rank, without a pipeline, on the axes within layers of
@@ -137,19 +71,34 @@ class PredictedModel(CutModel, Protocol):
 class RowCosts(NamedTuple):
     """The costs of one row of the batch on a rank that has all stages.
 
-    kernels_s   of kernels, and blocks_s of those in equal blocks
+    kernels_s   of kernels
     moves_s     of moves within layers
     kept_bytes  by autograd
     numel       the trained parameters of the model, of all ranks
-    states      that the optimizer has for each
     """
 
     kernels_s: float
-    blocks_s: float
     moves_s: float
     kept_bytes: float
     numel: float
-    states: float
+
+
+class ModelCosts(NamedTuple):
+    """Those of a model, and of its equal blocks together; the states of each parameter."""
+
+    whole: RowCosts
+    blocks: RowCosts
+    states: int
+
+
+class Copy(NamedTuple):
+    """A plan, perhaps with fewer stages, for a copy of the model with `depth` blocks; the numbers
+    of the whole are sums over copies, each times its weight.
+    """
+
+    weight: float
+    plan: Plan
+    depth: int | None = None
 
 
 class PlanCosts:
@@ -157,7 +106,7 @@ class PlanCosts:
 
     def __init__(self, model: PredictedModel, cluster: Cluster) -> None:
         self.model, self.cluster = model, cluster
-        self.rows = dict[object, RowCosts | InputError]()
+        self.rows = dict[object, ModelCosts | InputError]()
         self.known = dict[Candidate, RankedPlan | RefusedPlan]()
 
     def estimate_s(self, candidate: Candidate) -> float:
@@ -169,16 +118,16 @@ class PlanCosts:
         if plan.pipeline is not None:
             name, size = allowed(plan.pipeline, stages)
             ramps = entry(name).span(size) / size.work
-        one, blocks = self._row(plan), self.model.blocks
+        (one, inside, _), blocks = self._row(plan), self.model.blocks
         mean_s = (one.kernels_s + one.moves_s) / stages
         most = -(-blocks.number // stages) / blocks.number if blocks else 0.0
-        passes_s = max(mean_s, most * (one.blocks_s + one.moves_s)) * ramps
-        passes_s *= rows * plan.microbatches
+        passes_s = max(mean_s, most * (inside.kernels_s + inside.moves_s)) * ramps
+        passes_s *= rows * plan.microbatches / plan.cp
         return passes_s + self._between_s(plan, passes_s)
 
     def _between_s(self, plan: Plan, passes_s: float) -> float:
         """The seconds of the states: exchanged beyond the kernels, and updated."""
-        one, axis = self._row(plan), plan.inner_data_axis
+        (one, _, states), axis = self._row(plan), plan.inner_data_axis
         parts = plan.mesh.size_of(PIPELINE) * plan.mesh.size_of(TENSOR) * plan.ep
         n = plan.mesh.size_of(axis)
         own_bytes = SHORT_BYTES * one.numel / parts * (n - 1) / n
@@ -186,48 +135,109 @@ class PlanCosts:
         gathers, sums = {"zero3": (2 * runs, runs), "zero2": (1, runs)}.get(plan.row, (1, 1))
         moves_s = own_bytes * (gathers + sums) / rate if n > 1 else 0.0
         after_s = 0.0 if plan.row == "zero3" or n == 1 else own_bytes / rate
-        states = one.numel / parts * 4 * (1 + one.states)
-        updates_s = 2 * states / (1 if plan.row == "ddp" else n) / self.cluster.bytes_per_s
+        updated = one.numel / parts * 4 * (1 + states) / (1 if plan.row == "ddp" else n)
+        updates_s = 2 * updated / self.cluster.bytes_per_s
         return max(after_s, moves_s - self.cluster.device.overlap * passes_s) + updates_s
 
     def ranked(self, candidate: Candidate) -> RankedPlan | RefusedPlan:
         """The predicted memory and time of a plan, or why it cannot run."""
         if candidate not in self.known:
-            self.known[candidate] = self._ranked(candidate)
+            self.known[candidate] = self._ranked(candidate, self._copies)
         return self.known[candidate]
 
-    def _ranked(self, candidate: Candidate) -> RankedPlan | RefusedPlan:
-        try:
-            times, depths = self._depths(candidate.plan)
-            few, *more = [self._predicted(candidate, depth) for depth in depths]
-        except InputError as error:
-            return RefusedPlan(candidate.plan, str(error), candidate.rows)
-        found = _continued(few, more[0], times) if more else few
-        over = self.over(found.peak_bytes)
-        return too_large(candidate, over) if over > 0 else found
+    def whole(self, candidate: Candidate) -> RankedPlan | RefusedPlan:
+        """The same without copies of the model."""
+        return self._ranked(candidate, lambda each: [Copy(1.0, each.plan)])
 
-    def _predicted(self, candidate: Candidate, depth: int | None) -> RankedPlan:
-        """The memory and the time of a copy with `depth` blocks. Raises InputError."""
+    def _ranked(
+        self, candidate: Candidate, copied: Callable[[Candidate], list[Copy]]
+    ) -> RankedPlan | RefusedPlan:
         plan, rows = candidate
-        peak_bytes = max(found.device_peak for found in self._of_stages(candidate, depth))
-        found, sent = self.model.of(plan, rows, depth=depth), Counter[str]()
-        for line, sent_bytes in found.sent().items():
-            sent[line.axis] += sent_bytes
-        return RankedPlan(plan, rows, found.step_time(self.cluster), peak_bytes, dict(sent))
+        try:
+            copies, peak_bytes, kept_bytes = copied(candidate), 0.0, 0.0
+            for place in self._places(candidate):
+                found = [
+                    self.model.of(each.plan, rows, _rank_at(each.plan, place), each.depth)
+                    for each in copies
+                ]
+                peak_bytes = max(peak_bytes, _sum(copies, [each.device_peak for each in found]))
+                kept_bytes = max(kept_bytes, _sum(copies, [each.activations for each in found]))
+                if (over := self.over(int(peak_bytes))) > 0:
+                    return too_large(candidate, over)
+            firsts = [self.model.of(each.plan, rows, depth=each.depth) for each in copies]
+            time, sent = self._time(plan, copies, firsts), self._sent(copies, firsts)
+        except InputError as error:
+            return RefusedPlan(plan, str(error), rows)
+        return RankedPlan(plan, rows, time, int(peak_bytes), sent, int(kept_bytes))
 
-    def _depths(self, plan: Plan) -> tuple[int, list[int | None]]:
-        """How many blocks two copies have that are predicted in place of a deep model with equal
-        stages, and how often their difference is added to the larger copy; 0, [None]: no copies.
+    def _time(self, plan: Plan, copies: list[Copy], found: list[Prediction]) -> StepTime:
+        times = [each.step_time(self.cluster) for each in found]
+        stages = [each.plan.mesh.size_of(PIPELINE) for each in copies]
+        flops = [time.flops * n for time, n in zip(times, stages, strict=True)]
+        return replace(
+            times[-1],
+            compute_s=_sum(copies, [each.compute_s for each in times]),
+            exposed_s=_sums(copies, [each.exposed_s for each in times]),
+            bubble_s=_sum(copies, [each.bubble_s for each in times]),
+            update_s=_sum(copies, [each.update_s for each in times]),
+            flops=_sum(copies, flops) / plan.mesh.size_of(PIPELINE),
+        )
+
+    def _sent(self, copies: list[Copy], found: list[Prediction]) -> dict[str, int]:
+        sent = [Counter[str]() for _ in found]
+        for own, each in zip(sent, found, strict=True):
+            for line, sent_bytes in each.sent().items():
+                own[line.axis] += sent_bytes
+        return {axis: round(n) for axis, n in _sums(copies, sent).items()}
+
+    def _copies(self, candidate: Candidate) -> list[Copy]:
+        """What is predicted in place of a deep model, or the plan itself.  Numbers are linear in
+        the blocks that all stages have less, and in the stages between the first and the last.
         """
-        blocks, schedule = self.model.blocks, schedule_of(plan)
-        stages = 1 if schedule is None else len(schedule.home)
-        equal = not plan.recompute_budget_bytes and not plan.layers and plan.stages is None
-        if blocks is None or not equal or blocks.number % stages:
-            return 0, [None]
-        depths = GATHERED if plan.row == "zero3" else DEPTHS
-        if blocks.number < sum(depths) * stages:  # the model itself takes no longer
-            return 0, [None]
-        return blocks.number // stages - depths[1], [n * stages for n in depths]
+        plan, blocks = candidate.plan, self.model.blocks
+        counts = self._counts(plan)
+        if blocks is None or plan.recompute_budget_bytes or plan.layers:
+            return [Copy(1.0, plan)]
+        if sum(counts) != blocks.number:
+            return [Copy(1.0, plan)]
+        few, more = GATHERED if plan.row == "zero3" else DEPTHS
+        least, ranks = min(counts), plan.mesh.size_of(PIPELINE)
+        small = len(counts) * (2 * least - few - more) < blocks.number
+        depths = {least: 1.0} if small else _line(few, more, least)
+        hosts = plan.size // ranks % self.cluster.devices_per_host == 0
+        many = hosts and ranks > max(STAGES) and plan.microbatches >= ranks
+        many = many and {*self._places(candidate)} <= {0, 1, ranks - 1}
+        sizes = _line(*STAGES, ranks) if many else {ranks: 1.0}
+        if len(depths) == len(sizes) == 1:
+            return [Copy(1.0, plan)]
+        found = list[Copy]()
+        for (depth, a), (size, b) in product(depths.items(), sizes.items()):
+            own, chunks = counts, len(counts) // ranks
+            if many:
+                own = (own[0], *[max(own[1:-1])] * (size * chunks - 2), own[-1])
+            own = tuple(n - least + depth for n in own)
+            axes = tuple((axis, size if axis == PIPELINE else n) for axis, n in plan.axes)
+            changed = replace(plan, axes=axes, stages=own if plan.pipeline else None)
+            found.append(Copy(a * b, changed, sum(own)))
+        return found
+
+    def _counts(self, plan: Plan) -> Counts:
+        """The blocks of each stage; of the model without a pipeline."""
+        if plan.pipeline is None:
+            return (self.model.blocks.number if self.model.blocks else 0,)
+        size = allowed(plan.pipeline, plan.mesh.size_of(PIPELINE))[1]
+        return plan.stages or self.model.counts(size.p * size.v)
+
+    def _places(self, candidate: Candidate) -> list[int]:
+        """The pipeline ranks that may store most, the likeliest first: of the stages between the
+        first and the last, which differ in what they hold beside blocks, at most one.
+        """
+        found = self._by_place(candidate)
+        most = max(found, key=found.__getitem__)
+        if len({*found.values()}) == 1:
+            return [*found]
+        ends = [rank for rank in (min(found), max(found)) if rank != most]
+        return [most, *(rank for rank in ends if found[rank] >= NEAR * found[most])]
 
     def faster(
         self, than: RankedPlan, changed: Callable[[Candidate], Candidate]
@@ -244,9 +254,9 @@ class PlanCosts:
         is free with the last one is added to it, or what is too much taken from it.
         """
         plan, rows = candidate
-        best, room = candidate, self.cluster.device.memory_bytes
-        budget = max(found.activations for found in self._of_stages(candidate))
-        budget += room - self.peak_bytes(candidate)
+        best, room, last = candidate, self.cluster.device.memory_bytes, self.ranked(candidate)
+        assert isinstance(last, RankedPlan)
+        budget = last.kept_bytes + room - last.peak_bytes
         for _ in range(BUDGETS):
             own = Candidate(replace(plan, recompute=size_text(budget)), rows)
             free = room - self.peak_bytes(own)
@@ -274,45 +284,66 @@ class PlanCosts:
         return isinstance(self.ranked(candidate), RankedPlan)
 
     def peak_bytes(self, candidate: Candidate) -> int:
-        return max(found.device_peak for found in self._of_stages(candidate))
-
-    def _of_stages(self, candidate: Candidate, depth: int | None = None) -> list[Prediction]:
-        """Of equal stages the first, which keeps most microbatches, and the last, with the loss."""
         plan, rows = candidate
-        line = plan.mesh.line(PIPELINE, 0)
-        ranks = line if plan.stages is not None else [*dict.fromkeys((line[0], line[-1]))]
-        return [self.model.of(plan, rows, rank, depth) for rank in ranks]
+        ranks = [_rank_at(plan, place) for place in self._places(candidate)]
+        return max(self.model.of(plan, rows, rank).device_peak for rank in ranks)
 
     def over(self, peak_bytes: int) -> int:
         return peak_bytes - self.cluster.device.memory_bytes
 
     def least_bytes(self, candidate: Candidate) -> int:
-        """A lower bound of the peak memory, in closed form: stored states and kept activations.
+        """A lower bound of the peak memory, in closed form."""
+        return int(max(self._by_place(candidate).values()))
 
-        stored     by the states table, of equal parts of the parameters
-        kept       stages r of p keep min(m, p - r) microbatches under 1f1b: if no rank keeps
-                   more than K, all stages of one microbatch keep at most K times the sum of
-                   the inverses
+    def _by_place(self, candidate: Candidate) -> dict[int, float]:
+        """That of each pipeline rank that may store most: stored states and kept activations.
+
+        stored     by the states table, of its parameters
+        kept       of a_r microbatches (schedule/library.py); where blocks differ: if no rank keeps
+                   more than K, all stages of one microbatch keep at most K times the sum of 1 / a_r
         """
         plan, rows = candidate
-        one, stages = self._row(plan), plan.mesh.size_of(PIPELINE)
-        parts = stages * plan.mesh.size_of(TENSOR) * plan.ep
-        states = 4 * (1 + one.states)
-        n = plan.size / (stages * plan.mesh.size_of(TENSOR))
-        by_row = {"ddp": 4 + states, "zero1": 4 + states / n, "zero2": 2 + (2 + states) / n}
-        stored = one.numel / parts * by_row.get(plan.row, (4 + states) / n)
-        ranks: Iterable[int] = range(1, stages + 1)
-        if (plan.pipeline or "").startswith("interleaved"):
-            ranks = [1] * stages
-        kept = SHARED * rows * one.kept_bytes
-        kept /= sum(1 / min(alive, plan.microbatches) for alive in ranks)
-        if plan.offload:
-            return int(kept)
-        if plan.microbatches == 1:  # backward makes the gradients, and frees what is kept
-            kept -= one.numel / parts * 2 / (n if plan.row in ("zero2", "zero3") else 1)
-        return int(max(stored, kept) if stages > 1 else stored + max(0, kept))
+        (one, inside, states), ranks = self._row(plan), plan.mesh.size_of(PIPELINE)
+        row_kept = SHARED * rows / plan.cp
+        if plan.pipeline is None:
+            return {0: self._stored(plan, one.numel, states, row_kept * one.kept_bytes)}
+        name, size = allowed(plan.pipeline, ranks)
+        alive, counts = [n / size.v for n in entry(name).tapes(size)], self._counts(plan)
+        ends, blocks = {0, ranks - 1}, self.model.blocks
+        if blocks is None or sum(counts) != blocks.number:
+            kept = row_kept * one.kept_bytes / sum(1 / each for each in alive)
+            least = max(kept, self._stored(plan, one.numel / ranks, states, 0.0))
+            return dict.fromkeys(range(ranks) if plan.stages else ends, least)
+        found = dict[int, float]()
+        for rank in range(ranks):
+            part = sum(counts[rank::ranks]) / blocks.number
+            numel = part * inside.numel + (one.numel - inside.numel) / 2 * (rank in ends)
+            kept = part * alive[rank] * inside.kept_bytes
+            kept += (one.kept_bytes - inside.kept_bytes) * (rank == ranks - 1)
+            found[rank] = self._stored(plan, numel, states, row_kept * kept)
+        return found
 
-    def _row(self, plan: Plan) -> RowCosts:
+    def _stored(self, plan: Plan, numel: float, states: int, kept: float) -> float:
+        """The bytes of `numel` parameters by the states table, and those that autograd keeps."""
+        numel /= plan.mesh.size_of(TENSOR) * plan.ep
+        n = plan.size / (plan.mesh.size_of(PIPELINE) * plan.mesh.size_of(TENSOR))
+        if plan.microbatches == 1:  # backward makes the gradients, and frees what is kept
+            kept = max(0.0, kept - numel * 2 / (n if plan.row in ("zero2", "zero3") else 1))
+        if plan.offload:
+            return kept
+        wide, short = 4 * (1 + states), SHORT_BYTES
+        rows = {
+            "ddp": (2 * short + wide, 0),
+            "zero1": (2 * short, wide),
+            "zero2": (short, short + wide),
+            "zero3": (0, 2 * short + wide),
+        }
+        whole, shared = rows[plan.row]
+        if plan.pipeline is not None and plan.row in ("zero2", "zero3"):
+            whole += short  # gradients of a stage are summed at its end
+        return numel * (whole + shared / n) + kept
+
+    def _row(self, plan: Plan) -> ModelCosts:
         key = plan.mesh.size_of(TENSOR), plan.cp, plan.recompute
         if key not in self.rows:
             try:
@@ -324,27 +355,33 @@ class PlanCosts:
             raise found
         return found
 
-    def _one_row(self, plan: Plan) -> RowCosts:
-        blocks = self.model.blocks
-        if blocks is None:
-            return self._costs(self.model.one_row(plan, None))
-        few, more = (self._costs(self.model.one_row(plan, depth)) for depth in DEPTHS)
-        times = blocks.number - DEPTHS[1]
-        return RowCosts(*(b + times * (b - a) for a, b in zip(few, more, strict=True)))
+    def _one_row(self, plan: Plan) -> ModelCosts:
+        blocks, ranks = self.model.blocks, plan.mesh.size_of(TENSOR)
+        found = [self.model.one_row(plan, n) for n in (DEPTHS if blocks else (None,))]
+        few, more = (self._costs(found[n], kept=ranks == 1) for n in (0, -1))
+        number, rest = (blocks.number, blocks.number - DEPTHS[0]) if blocks else (0, 0)
+        block = [b - a for a, b in zip(few, more, strict=True)]
+        whole = RowCosts(*(a + rest * n for a, n in zip(few, block, strict=True)))
+        costs = ModelCosts(whole, RowCosts(*(number * n for n in block)), found[0].optimizer.states)
+        if ranks == 1:
+            return costs
+        axes = tuple((axis, size) for axis, size in plan.axes if axis != TENSOR)
+        alone = self._row(replace(plan, axes=axes, sp=False))  # ranks keep equal parts
+        whole, inside = (
+            own._replace(kept_bytes=each.kept_bytes / ranks)
+            for own, each in zip(costs[:2], alone[:2], strict=True)
+        )
+        return costs._replace(whole=whole, blocks=inside)
 
-    def _costs(self, found: Prediction) -> RowCosts:
+    def _costs(self, found: Prediction, *, kept: bool) -> RowCosts:
         """The costs of a recorded row, without weights, launches and latencies that rows share."""
         fast = {name: getattr(self.cluster, name) for name in ("inside", "between")}
         fast = {name: link.model_copy(update={"latency_s": 0.0}) for name, link in fast.items()}
         work = RankWork(found, self.cluster.model_copy(update=fast))
-        every, blocks = work.operations, self.model.blocks
-        inside = [x for x in every if blocks and x.module.startswith(f"{blocks.name}.")]
-        kernels_s, blocks_s = self._growing_s(every), self._growing_s(inside)
         moves_s = sum(sum(axes.values()) for axes in work.inline.values())
         numel = sum(p.numel for p in found.spec.shape.params if p.trainable)
-        return RowCosts(
-            kernels_s, blocks_s, moves_s, found.activations, numel, found.optimizer.states
-        )
+        kept_bytes = found.activations if kept else 0
+        return RowCosts(self._growing_s(work.operations), moves_s, kept_bytes, numel)
 
     def _growing_s(self, operations: Sequence[Operation]) -> float:
         products = [each for each in operations if each.done_flops]
@@ -353,26 +390,23 @@ class PlanCosts:
         return computing_s + SHARED * moved_bytes / self.cluster.bytes_per_s
 
 
-def _continued(few: RankedPlan, more: RankedPlan, times: int) -> RankedPlan:
-    """The numbers of a deep model along the line through those of two copies with fewer blocks."""
+def _line(a: int, b: int, at: int) -> dict[int, float]:
+    """The weights of the values at a and b of a linear function, whose sum is that at `at`."""
+    return {a: (b - at) / (b - a), b: (at - a) / (b - a)}
 
-    def at(a: float, b: float) -> float:
-        return max(0.0, b + times * (b - a))
 
-    def each(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
-        return {axis: at(a.get(axis, 0), b.get(axis, 0)) for axis in {**a, **b}}
+def _rank_at(plan: Plan, place: int) -> int:
+    """The rank at a place of the pipeline; the last place stays the last with fewer stages."""
+    return plan.mesh.line(PIPELINE, 0)[min(place, plan.mesh.size_of(PIPELINE) - 1)]
 
-    first, last = few.time, more.time
-    time = replace(
-        last,
-        compute_s=at(first.compute_s, last.compute_s),
-        exposed_s=each(first.exposed_s, last.exposed_s),
-        bubble_s=at(first.bubble_s, last.bubble_s),
-        update_s=at(first.update_s, last.update_s),
-        flops=at(first.flops, last.flops),
-    )
-    sent = {axis: int(n) for axis, n in each(few.sent_bytes, more.sent_bytes).items()}
-    return RankedPlan(more.plan, more.rows, time, int(at(few.peak_bytes, more.peak_bytes)), sent)
+
+def _sum(copies: Iterable[Copy], values: Iterable[float]) -> float:
+    return max(0.0, sum(each.weight * x for each, x in zip(copies, values, strict=True)))
+
+
+def _sums(copies: Iterable[Copy], values: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    every = dict.fromkeys(axis for each in values for axis in each)
+    return {axis: _sum(copies, [each.get(axis, 0) for each in values]) for axis in every}
 
 
 def too_large(candidate: Candidate, over: int) -> RefusedPlan:

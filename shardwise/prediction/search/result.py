@@ -132,6 +132,7 @@ class RankedPlan:
     rows        of a microbatch
     peak_bytes  the most that a rank stores on its device
     sent_bytes  that rank 0 sends in a step, by axis
+    kept_bytes  the most that autograd keeps on a rank
     """
 
     plan: Plan
@@ -139,6 +140,7 @@ class RankedPlan:
     time: StepTime
     peak_bytes: int
     sent_bytes: Mapping[str, int]
+    kept_bytes: int
 
     @property
     def seconds(self) -> float:

@@ -8,22 +8,31 @@ A plan that recomputes is slower than the same plan with less recomputation, and
 that one fits. Plans with offload come last: only if no other fits. The best plans are predicted
 once more with the budget of activations that the memory allows, with uneven stages, and with whole
 blocks in place of zero3.
+
+    blocks        b0    b1    b2    b3 + head       seconds 1 1 1 5
+    even          b0    b1  | b2    b3 + head       slowest stage 6
+    stages:3,1    b0    b1    b2  | b3 + head       slowest stage 5
+
+The planner of DAPPLE (arXiv 2007.01045) divides layers by their measured time.  Here the seconds of
+a block are predicted, those of a stage of the same plan with a stage for each block.  First an
+exact partition makes the slowest stage as fast as possible (core/layouts/uneven.py).  Then blocks
+move from one stage to another while that makes the schedule shorter, by its clock: of several
+stages a rank, the slowest one does not decide alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import accumulate, pairwise, permutations
 from typing import Final
 
 from shardwise.core.errors import InputError
+from shardwise.core.layouts.uneven import Counts, balanced
+from shardwise.core.mesh import PIPELINE
 from shardwise.core.plan.plan import Plan
-from shardwise.core.plan.plan_check import problems
+from shardwise.core.plan.plan_check import problems, schedule_of
+from shardwise.core.schedule.clock import ActionCosts, clock
 from shardwise.prediction.cluster import Cluster
-from shardwise.prediction.search.plan_costs import (
-    PlanCosts,
-    PredictedModel,
-    too_large,
-    with_uneven_stages,
-)
+from shardwise.prediction.search.plan_costs import PlanCosts, PredictedModel, too_large
 from shardwise.prediction.search.result import (
     OFFLOADED,
     RECOMPUTED,
@@ -35,6 +44,8 @@ from shardwise.prediction.search.result import (
     candidates,
     offloaded,
 )
+from shardwise.prediction.time.staged import hop_s, stage_kernels
+from shardwise.prediction.time.step_time import RankWork
 
 #: How often the number of ranks is doubled where nothing fits.
 DOUBLINGS: Final = 6
@@ -55,6 +66,7 @@ def best_plans(task: PlanTask, model: PredictedModel, cluster: Cluster, count: i
     for chosen in every:
         if not ranked:
             ranked, refused, slower = _ranked(chosen, costs, count, refused)
+            ranked = _best_whole(ranked, refused, costs)
     refused.sort(key=lambda each: (not each.over_bytes, each.over_bytes))
     fits_on = None if ranked else _fitting(task, costs)
     totals = tuple(ranked), tuple(refused), slower
@@ -79,12 +91,11 @@ def _ranked(
             refused.append(RefusedPlan(candidate.plan, str(error), candidate.rows))
     fastest = [candidate for _, candidate in sorted(estimated, key=lambda each: each[0])]
     smallest = sorted(fastest, key=costs.least_bytes)[:SMALLEST]
-    fits = any(isinstance(costs.ranked(each), RankedPlan) for each in smallest)
-    tried = dict.fromkeys([*fastest[: TRIED * count * fits], *smallest])
+    tried = dict.fromkeys([*fastest[: TRIED * count], *smallest])
     results = dict[Candidate, RankedPlan | RefusedPlan]()
-    for candidate in tried:
+    for number, candidate in enumerate(tried):
         fitting = [each for each, found in results.items() if isinstance(found, RankedPlan)]
-        if len(fitting) == count:
+        if len(fitting) == count or (fitting and number >= TRIED * count):
             break
         if not any(each in fitting for each in _keeping_more(candidate)):
             results[candidate] = costs.ranked(candidate)
@@ -115,6 +126,21 @@ def _refined(ranked: list[RankedPlan], costs: PlanCosts) -> list[RankedPlan]:
     return ranked
 
 
+def _best_whole(
+    ranked: list[RankedPlan], refused: list[RefusedPlan], costs: PlanCosts
+) -> list[RankedPlan]:
+    """The plans, of which the first is predicted on the whole model, and fits there."""
+    known = set[Plan]()
+    while ranked and ranked[0].plan not in known:
+        found = costs.whole(Candidate(ranked[0].plan, ranked[0].rows))
+        known.add(found.plan)
+        if isinstance(found, RefusedPlan):
+            refused.append(found)
+        ranked = [*ranked[1:], *([found] if isinstance(found, RankedPlan) else [])]
+        ranked.sort(key=lambda each: each.seconds)
+    return ranked
+
+
 def _keeping_more(candidate: Candidate) -> Iterator[Candidate]:
     kinds = [word.partition(":")[2] or None for word in RECOMPUTED]
     for kind in kinds[: kinds.index(candidate.plan.recompute)]:
@@ -135,3 +161,64 @@ def _fitting(task: PlanTask, costs: PlanCosts) -> int | None:
         if any(costs.fits(each) for each in possible[:SMALLEST]):
             return more.ranks
     return None
+
+
+# --- uneven stages --------------------------------------------------------------------------------
+
+#: Blocks move between stages if there are at most so many: every two are tried.
+MOST_TRIED: Final = 16
+#: A move makes the schedule shorter by this part at least, more than rounding.
+LEAST: Final = 1e-6
+#: The stages of a deep model that are predicted: the first block, any other, and the last.
+FEW: Final = 3
+
+
+def with_uneven_stages(candidate: Candidate, model: PredictedModel, cluster: Cluster) -> Candidate:
+    """The pipeline plan with the blocks of each stage that its time asks for.
+    Raises InputError for a model whose blocks cannot be stages.
+    """
+    plan, rows = candidate
+    schedule = schedule_of(plan)
+    assert schedule is not None
+    stages = len(schedule.home)
+    pieces = sum(model.counts(stages))
+    deep = model.blocks is not None and model.blocks.number == pieces
+    few = min(pieces, FEW) if deep else pieces  # of equal blocks all but the first and the last
+    axes = tuple((axis, few if axis == PIPELINE else size) for axis, size in plan.axes)
+    finest = replace(plan, axes=axes, schedule="1f1b:1", stages=None, row="ddp", offload=None)
+    work = RankWork(model.of(finest, rows, depth=few if few < pieces else None), cluster)
+    hop, seconds = hop_s(work), stage_kernels(work).seconds
+    times = [1, pieces - 2, 1] if few < pieces else [1] * pieces
+    of_block = {
+        op: [s for s, n in zip(own, times, strict=True) for _ in range(n)]
+        for op, own in seconds.items()
+    }
+
+    def makespan_s(counts: Counts) -> float:
+        places = list(pairwise(accumulate(counts, initial=0)))
+        found = {op: tuple(sum(own[a:b]) for a, b in places) for op, own in of_block.items()}
+        return clock(schedule, ActionCosts(**found, hop=hop)).makespan
+
+    weights = [forward + back for forward, back in zip(of_block["F"], of_block["B"], strict=True)]
+    counts = tuple(b - a for a, b in pairwise((0, *balanced(weights, stages), pieces)))
+    if stages <= MOST_TRIED:
+        counts = _moved(counts, makespan_s)
+    return candidate._replace(plan=replace(plan, stages=counts))
+
+
+def _moved(counts: Counts, cost: Callable[[Counts], float]) -> Counts:
+    least = cost(counts)
+    while near := {other: cost(other) for other in _moves(counts)}:
+        other = min(near, key=near.__getitem__)
+        if near[other] >= least * (1 - LEAST):
+            break
+        counts, least = other, near[other]
+    return counts
+
+
+def _moves(counts: Counts) -> Iterator[Counts]:
+    """The counts with one block less in a stage of several, and one more in another stage."""
+    for giver, taker in permutations(range(len(counts)), 2):
+        if counts[giver] > 1:
+            changed = {giver: counts[giver] - 1, taker: counts[taker] + 1}
+            yield tuple(changed.get(stage, count) for stage, count in enumerate(counts))
