@@ -23,7 +23,7 @@ from shardwise.derive.table import table_or_derived
 from shardwise.engine.options import EngineOptions, Loss
 from shardwise.engine.predict import predict_with
 from shardwise.engine.spec_of_model import plain_copy, stage_counts
-from shardwise.observe.dry_engine import step_peaks
+from shardwise.observe.dry_engine import step_peaks, with_few_microbatches
 from shardwise.observe.meta_pass import UNKNOWN
 from shardwise.prediction.cluster import Cluster, cluster_of
 from shardwise.prediction.prediction import Prediction, StepPeaks
@@ -86,12 +86,13 @@ class SearchedModel:
             one, loss = (lambda: self._rows(1)), self.options.objective
             self.tables[key] = table_or_derived(*own, lambda: model, one, loss)
         options = replace(self.options, table=self.tables[key])
-        batch = self._rows(rows * plan.microbatches)
-        found = predict_with(model, plan, batch, options)
+        found = predict_with(model, plan, self._rows(rows * plan.microbatches), options)
 
         @cache
         def peaks(plan: Plan, rank: int) -> StepPeaks:
-            return step_peaks(model, plan, batch, options, rank, parts=False)
+            few = with_few_microbatches(plan, rank)
+            batch = self._rows(rows * few.microbatches)
+            return step_peaks(model, few, batch, options, rank, parts=False)
 
         return replace(found, dry=peaks)
 

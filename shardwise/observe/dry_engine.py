@@ -183,6 +183,19 @@ def step_peaks(
         return DryRun(model, few.plan, options, rank, real=True).peaks(few.batch, parts=parts)
 
 
+def with_few_microbatches(plan: Plan, rank: int) -> Plan:
+    """The plan with as few microbatches of a pipeline as keep as much on a rank as all of them."""
+    if plan.pipeline is None:
+        return plan
+    size = allowed(plan.pipeline, plan.mesh.size_of(PIPELINE))[1]
+    few = 2 * size.p if size.v > 1 else size.p + 2  # several stages a rank take turns
+    if size.m <= few:
+        return plan
+    changed = replace(plan, schedule=plan.pipeline.replace(f":{size.m}", f":{few}", 1))
+    place = plan.mesh.coordinate(rank)[PIPELINE]
+    return changed if moments(changed, place) == moments(plan, place) else plan
+
+
 class _Few(NamedTuple):
     """A plan with fewer microbatches, and their part of the batch."""
 
@@ -198,9 +211,8 @@ def _few(plan: Plan, batch: Any, options: EngineOptions, rank: int) -> _Few:
     runs = _least(plan.accumulate, MICROBATCHES)
     fewer = replace(plan, accumulate=runs)
     if plan.pipeline is not None:
-        stages = plan.mesh.size_of(PIPELINE)
+        stages, place = plan.mesh.size_of(PIPELINE), plan.mesh.coordinate(rank).get(PIPELINE, 0)
         every = allowed(plan.pipeline, stages)[1].m
-        place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
         few = _least(every, 2 * stages)
         changed = replace(fewer, schedule=plan.pipeline.replace(f":{every}", f":{few}", 1))
         if moments(changed, place) == moments(fewer, place):

@@ -327,20 +327,23 @@ class PlanCosts:
         """The bytes of `numel` parameters by the states table, and those that autograd keeps."""
         numel /= plan.mesh.size_of(TENSOR) * plan.ep
         n = plan.size / (plan.mesh.size_of(PIPELINE) * plan.mesh.size_of(TENSOR))
-        if plan.microbatches == 1:  # backward makes the gradients, and frees what is kept
+        if (
+            plan.microbatches == 1 and not plan.offload
+        ):  # backward makes the gradients, and frees what is kept
             kept = max(0.0, kept - numel * 2 / (n if plan.row in ("zero2", "zero3") else 1))
-        if plan.offload:
+        if plan.offload == "param":
             return kept
-        wide, short = 4 * (1 + states), SHORT_BYTES
+        short = SHORT_BYTES
+        sums, wide = (0, 0) if plan.offload else (short, 4 * (1 + states))
         rows = {
-            "ddp": (2 * short + wide, 0),
-            "zero1": (2 * short, wide),
-            "zero2": (short, short + wide),
-            "zero3": (0, 2 * short + wide),
+            "ddp": (short + sums + wide, 0),
+            "zero1": (short + sums, wide),
+            "zero2": (short, sums + wide),
+            "zero3": (0, short + sums + wide),
         }
         whole, shared = rows[plan.row]
         if plan.pipeline is not None and plan.row in ("zero2", "zero3"):
-            whole += short  # gradients of a stage are summed at its end
+            whole += sums  # gradients of a stage are summed at its end
         return numel * (whole + shared / n) + kept
 
     def _row(self, plan: Plan) -> ModelCosts:

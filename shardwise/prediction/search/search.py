@@ -21,6 +21,7 @@ stages a rank, the slowest one does not decide alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, pairwise, permutations
 from typing import Final
@@ -156,9 +157,12 @@ def _fitting(task: PlanTask, costs: PlanCosts) -> int | None:
             continue
         least = [each for each in candidates(more) if each.rows == 1]
         moved = [offloaded(each, word) for word in OFFLOADED for each in least]
-        possible = [each for each in [*least, *moved] if not problems(each.plan)]
-        possible.sort(key=costs.least_bytes)
-        if any(costs.fits(each) for each in possible[:SMALLEST]):
+        possible = dict[Candidate, int]()
+        for each in [*least, *moved]:
+            with suppress(InputError):
+                possible |= {} if problems(each.plan) else {each: costs.least_bytes(each)}
+        smallest = sorted(possible, key=possible.__getitem__)[:SMALLEST]
+        if any(costs.fits(each) for each in smallest):
             return more.ranks
     return None
 
