@@ -30,10 +30,10 @@ from shardwise.core.tools.signs_of_life import signs_of_life
 
 if TYPE_CHECKING:
     from shardwise.comm.world import World
+    from shardwise.derive.search.result import RankedPlan, SearchResult
     from shardwise.engine.options import EngineOptions
     from shardwise.models.trainable import Trainable
     from shardwise.prediction.prediction import Prediction
-    from shardwise.prediction.search.result import RankedPlan, SearchResult
 
 SHOWN = 10
 

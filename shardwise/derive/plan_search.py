@@ -4,7 +4,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.comm.parameter import parameter_like
 from shardwise.core.errors import InputError, bad
-from shardwise.core.layouts.uneven import Counts
 from shardwise.core.mesh import TENSOR
 from shardwise.core.model_spec import Blocks
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.arguments import integer
+from shardwise.derive.search.result import PlanTask, SearchResult
+from shardwise.derive.search.search import best_plans
 from shardwise.derive.table import table_or_derived
 from shardwise.engine.options import EngineOptions, Loss
 from shardwise.engine.predict import predict_with
@@ -27,10 +28,6 @@ from shardwise.observe.dry_engine import step_peaks, with_few_microbatches
 from shardwise.observe.meta_pass import UNKNOWN
 from shardwise.prediction.cluster import Cluster, cluster_of
 from shardwise.prediction.prediction import Prediction, StepPeaks
-from shardwise.prediction.search.result import PlanTask, SearchResult
-from shardwise.prediction.search.search import best_plans
-from shardwise.techniques.pipeline.partition import calls_of
-from shardwise.techniques.pipeline.trace.placeholders import Calls
 
 #: The plans that are predicted.
 COUNT: Final = 8
@@ -46,7 +43,7 @@ class SearchedModel:
         self.plain, self.blocks = plain_copy(model, PLAIN), equal_blocks(model)
         self.known = dict[tuple[Plan, int, int | None], Prediction]()
         self.tables = dict[tuple[int, int | None], Any]()
-        self.stages = dict[int, Counts]()
+        self.counts = stage_counts(self.plain, options)
 
     def of(self, plan: Plan, rows: int, rank: int = 0, depth: int | None = None) -> Prediction:
         """That of a rank, with microbatches of `rows` rows, of a copy with `depth` blocks.
@@ -65,16 +62,6 @@ class SearchedModel:
         axes = ("dp", 1), (TENSOR, plan.mesh.size_of(TENSOR))
         own = replace(PLAIN, axes=axes, context=plan.context, sp=plan.sp, recompute=plan.recompute)
         return self._predicted(own, 1, depth)
-
-    @cached_property
-    def calls(self) -> Calls | None:
-        return calls_of(self.plain, self.options.objective)
-
-    def counts(self, stages: int) -> Counts:
-        """Blocks, or else layers, of so many stages. Raises InputError for fewer."""
-        if stages not in self.stages:
-            self.stages[stages] = stage_counts(self.plain, self.calls, stages)
-        return self.stages[stages]
 
     def _predicted(self, plan: Plan, rows: int, depth: int | None) -> Prediction:
         model = self.model

@@ -7,7 +7,7 @@ into stages, and a forward shows what crosses each boundary (techniques/pipeline
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -331,11 +331,17 @@ def _real(model: nn.Module, plan: Plan, options: EngineOptions) -> nn.Module:
     return copied
 
 
-def stage_counts(plain: nn.Module, calls: Calls | None, stages: int) -> Counts:
-    """The blocks, or else layers, of so many stages. Raises InputError for too few."""
-    cuts = candidates(plain, stages, calls)
-    begin = [cuts.index(name) for name in starts(plain, stages, None, calls)]
-    return tuple(b - a for a, b in pairwise((0, *begin, len(cuts))))
+def stage_counts(plain: nn.Module, options: EngineOptions) -> Callable[[int], Counts]:
+    """Gives the blocks, or else layers, of so many stages. Raises InputError for too few."""
+    calls = cache(lambda: calls_of(plain, options.objective))
+
+    @cache
+    def of(stages: int) -> Counts:
+        cuts = candidates(plain, stages, calls())
+        begin = [cuts.index(name) for name in starts(plain, stages, None, calls())]
+        return tuple(b - a for a, b in pairwise((0, *begin, len(cuts))))
+
+    return of
 
 
 def structure(

@@ -16,7 +16,7 @@ from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.plan.plan_parser import word_of
 from shardwise.core.schedule.clock import clock
 from shardwise.core.schedule.draw import as_svg
-from shardwise.prediction.search.result import parts_of
+from shardwise.derive.search.result import parts_of
 from shardwise.train import metrics
 from shardwise.train.data.packed import Packed
 from shardwise.train.metrics import Record

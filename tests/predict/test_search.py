@@ -18,13 +18,8 @@ from shardwise.core.model_spec import Blocks
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import problems
 from shardwise.derive.plan_search import SearchedModel, equal_blocks
-from shardwise.engine.options import EngineOptions
-from shardwise.engine.predict import predict_with
-from shardwise.models.gpt import GPT, GPTConfig, loss
-from shardwise.prediction.cluster import PRESETS, Cluster
-from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.search.plan_costs import PlanCosts
-from shardwise.prediction.search.result import (
+from shardwise.derive.search.plan_costs import PlanCosts
+from shardwise.derive.search.result import (
     Candidate,
     PlanTask,
     RankedPlan,
@@ -32,7 +27,12 @@ from shardwise.prediction.search.result import (
     SearchResult,
     candidates,
 )
-from shardwise.prediction.search.search import with_uneven_stages
+from shardwise.derive.search.search import with_uneven_stages
+from shardwise.engine.options import EngineOptions
+from shardwise.engine.predict import predict_with
+from shardwise.models.gpt import GPT, GPTConfig, loss
+from shardwise.prediction.cluster import PRESETS, Cluster
+from shardwise.prediction.prediction import Prediction
 from tests.train.runs import ended, printed
 
 CONFIG = GPTConfig(512, 4, 64, heads=4, kv_heads=4, hidden=192, sequence=64)

@@ -15,19 +15,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from shardwise.core.errors import InputError
 from shardwise.core.layouts.uneven import Counts
 from shardwise.core.mesh import PIPELINE, TENSOR
-from shardwise.core.model_spec import Blocks, Operation
+from shardwise.core.model_spec import Operation
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.words import size_text
 from shardwise.core.schedule.library import allowed, entry
+from shardwise.derive.search.result import Candidate, RankedPlan, RefusedPlan
 from shardwise.prediction.cluster import Cluster
 from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.search.result import Candidate, RankedPlan, RefusedPlan
 from shardwise.prediction.time.step_time import Network, RankWork, StepTime, precision
+
+if TYPE_CHECKING:
+    from shardwise.derive.plan_search import SearchedModel
 
 #: The least part of the bytes of kernels beside products that grows with the rows (norms' weights
 #: do not).
@@ -44,28 +47,6 @@ STAGES: Final = (4, 8)
 NEAR: Final = 0.9
 #: A budget of activations is found in so many predictions.
 BUDGETS: Final = 2
-
-
-class PredictedModel(Protocol):
-    """Predictions of one model under many plans; `blocks`: the list of its equal blocks, if any."""
-
-    blocks: Blocks | None
-
-    def of(self, plan: Plan, rows: int, rank: int = 0, depth: int | None = None) -> Prediction:
-        """That of a rank, with microbatches of `rows` rows, of a copy with `depth` blocks.
-        Raises InputError if it cannot run.
-        """
-        ...
-
-    def counts(self, stages: int) -> Counts:
-        """The blocks of each stage, or layers if there are fewer blocks, without `stages`."""
-        ...
-
-    def one_row(self, plan: Plan, depth: int | None) -> Prediction:
-        """That of one row on one data rank, without a pipeline, on the axes within layers of
-        `plan`, recomputed like it; of a copy with `depth` blocks.
-        """
-        ...
 
 
 class RowCosts(NamedTuple):
@@ -104,7 +85,7 @@ class Copy(NamedTuple):
 class PlanCosts:
     """The memory and the time of plans. What many plans have in common is computed once."""
 
-    def __init__(self, model: PredictedModel, cluster: Cluster) -> None:
+    def __init__(self, model: "SearchedModel", cluster: Cluster) -> None:
         self.model, self.cluster = model, cluster
         self.rows = dict[object, ModelCosts | InputError]()
         self.known = dict[Candidate, RankedPlan | RefusedPlan]()
@@ -278,10 +259,6 @@ class PlanCosts:
         peak, one = (self.model.of(each, rows).device_peak for each in (plan, whole(1)))
         number = -self.over(peak) // max(1, one - peak)
         return Candidate(whole(min(number, blocks.number)), rows) if number > 0 else candidate
-
-    def fits(self, candidate: Candidate) -> bool:
-        """Whether a plan can run on devices of the cluster."""
-        return isinstance(self.ranked(candidate), RankedPlan)
 
     def peak_bytes(self, candidate: Candidate) -> int:
         plan, rows = candidate

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, pairwise, permutations
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from shardwise.core.errors import InputError
 from shardwise.core.layouts.uneven import Counts, balanced
@@ -32,9 +32,8 @@ from shardwise.core.mesh import PIPELINE
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import problems, schedule_of
 from shardwise.core.schedule.clock import ActionCosts, clock
-from shardwise.prediction.cluster import Cluster
-from shardwise.prediction.search.plan_costs import PlanCosts, PredictedModel, too_large
-from shardwise.prediction.search.result import (
+from shardwise.derive.search.plan_costs import PlanCosts, too_large
+from shardwise.derive.search.result import (
     OFFLOADED,
     RECOMPUTED,
     Candidate,
@@ -45,8 +44,12 @@ from shardwise.prediction.search.result import (
     candidates,
     offloaded,
 )
+from shardwise.prediction.cluster import Cluster
 from shardwise.prediction.time.staged import hop_s, stage_kernels
 from shardwise.prediction.time.step_time import RankWork
+
+if TYPE_CHECKING:
+    from shardwise.derive.plan_search import SearchedModel
 
 #: How often the number of ranks is doubled where nothing fits.
 DOUBLINGS: Final = 6
@@ -58,7 +61,9 @@ TRIED: Final = 2
 SMALLEST: Final = 4
 
 
-def best_plans(task: PlanTask, model: PredictedModel, cluster: Cluster, count: int) -> SearchResult:
+def best_plans(
+    task: PlanTask, model: "SearchedModel", cluster: Cluster, count: int
+) -> SearchResult:
     """The ranking of the first plans by their estimates. Raises InputError."""
     costs = PlanCosts(model, cluster)
     plain = list(candidates(task))
@@ -162,7 +167,7 @@ def _fitting(task: PlanTask, costs: PlanCosts) -> int | None:
             with suppress(InputError):
                 possible |= {} if problems(each.plan) else {each: costs.least_bytes(each)}
         smallest = sorted(possible, key=possible.__getitem__)[:SMALLEST]
-        if any(costs.fits(each) for each in smallest):
+        if any(isinstance(costs.ranked(each), RankedPlan) for each in smallest):
             return more.ranks
     return None
 
@@ -177,7 +182,7 @@ LEAST: Final = 1e-6
 FEW: Final = 3
 
 
-def with_uneven_stages(candidate: Candidate, model: PredictedModel, cluster: Cluster) -> Candidate:
+def with_uneven_stages(candidate: Candidate, model: "SearchedModel", cluster: Cluster) -> Candidate:
     """The pipeline plan with the blocks of each stage that its time asks for.
     Raises InputError for a model whose blocks cannot be stages.
     """
