@@ -41,7 +41,6 @@ GATES: Final[dict[str, int | None]] = {
     "cluster": 1,
     "argmax": 1,
 }
-HARD: Final = ("assigned", "hash", "cluster", "argmax")
 #: Gates without a router.
 FIXED: Final = ("assigned", "hash", "cluster")
 LOSSES: Final = ("balance", "importance", "z")
@@ -131,10 +130,6 @@ class Gate:
                     "a finite number from 0 up",
                     f'losses = {{"{name}": 1e-3}}',
                 )
-
-    @property
-    def hard(self) -> bool:
-        return self.name in HARD
 
     def route(
         self,

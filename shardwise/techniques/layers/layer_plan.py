@@ -46,7 +46,7 @@ class LayerPlan:
         return "axes" in self.fields
 
     def matches(self, name: str) -> bool:
-        return any(_matches(name, pattern) for pattern in self.patterns)
+        return any(fnmatchcase(name, each) for p in self.patterns for each in _expanded(p))
 
     def unmatched(self, names: Sequence[str]) -> list[str]:
         """The patterns that match none of `names`, or none for a number of their ranges."""
@@ -90,10 +90,6 @@ def _layer_plan(text: str) -> LayerPlan:
 def _own(text: str) -> bool:
     word = word_of(words_of(read(text)))
     return word is not None and word.of_layers
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return any(fnmatchcase(name, each) for each in _expanded(pattern))
 
 
 def _expanded(pattern: str) -> Iterator[str]:

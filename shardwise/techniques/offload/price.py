@@ -126,12 +126,8 @@ def _moved(move: RowMove, group: Group, optimizer: OptimizerShape) -> int:
     if move.state == "param" and move.moment is not Moment.USE and not _has_master(group):
         return 0  # the weight is the master, which is written with the states
     if move.state != "optim":
-        return _weight_bytes(group)
+        return aligned(group.flat.share * group.element_bytes)
     return (1 + optimizer.states) * aligned(_master_bytes(group))
-
-
-def _weight_bytes(group: Group) -> int:
-    return aligned(group.flat.share * group.element_bytes)
 
 
 def _master_bytes(group: Group) -> int:

@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.comm.world import Axis
 from shardwise.core.tools.structure import graph_break
 from shardwise.core.tools.tree import leaves, mapped
-from shardwise.techniques.recompute.host_activations import HostActivations
+from shardwise.techniques.recompute.host_activations import HostActivations, same
 from shardwise.techniques.recompute.kept import Generators, Inputs, KeptProducts, States
 
 Keep = Callable[[Tensor], Tensor]
@@ -141,11 +141,7 @@ class Recomputed:
 
     def __reduce__(self) -> Any:
         """A copy of the module keeps its activations."""
-        return _same, (self.forward,)
-
-
-def _same(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return forward
+        return same, (self.forward,)
 
 
 class _First:

@@ -33,7 +33,7 @@ from shardwise.comm.move import move
 from shardwise.comm.world import Axis
 from shardwise.core.layouts.layout import I, S
 from shardwise.core.tools.tree import mapped
-from shardwise.techniques.recompute.host_activations import HostActivations, Kept
+from shardwise.techniques.recompute.host_activations import HostActivations, Kept, same
 
 _ATEN: Final = torch.ops.aten
 
@@ -226,7 +226,7 @@ class Inputs:
         return given
 
     def _keep(self, x: Tensor) -> _Kept:
-        rests = self.host.keep if self.host is not None else self.keep or _same
+        rests = self.host.keep if self.host is not None else self.keep or same
         if not x.requires_grad and (self.axis is not None or self.keep is not None):
             return _Kept(x, False)
         if self.axis is None:
@@ -240,7 +240,3 @@ class Inputs:
         if kept.shape is not None and self.axis is not None:
             x = move(x, self.axis, S(0), I)[: kept.shape.numel()].view(kept.shape)
         return x.detach().requires_grad_() if kept.trained else x
-
-
-def _same(x: Tensor) -> Tensor:
-    return x

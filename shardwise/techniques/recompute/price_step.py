@@ -16,8 +16,8 @@ Activations in host memory (host_activations.py):
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Final, NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from typing import Final
 
 from shardwise.core.buffer_sizes import IN_FLIGHT, Slots, arena_bytes, gradient_slots, most_at_once
 from shardwise.core.layouts.layout import I, S
@@ -79,8 +79,7 @@ def _sends(share: Share) -> Counted:
             if stage_of(spec, part.module) in here:
                 tariff.move(TENSOR, S(0), I, padded, part.element_bytes, "backward")
     for tape in spec.tapes:
-        by_stage = tier_bytes(spec, tape, ranks, on_host=True)
-        stored_bytes = sum(by_stage[stage] for stage in here)
+        stored_bytes = host_bytes(spec, tape, ranks, here)
         tariff.copy("device", "host", stored_bytes, "forward")
         tariff.copy("host", "device", stored_bytes, "backward")
     return tariff.sent_bytes
@@ -103,36 +102,17 @@ RECOMPUTE: Final = Price(_sends, _stores, spends=_spends)
 # --- Activations in host memory -------------------------------------------------------------------
 
 
-class KeptPiece(NamedTuple):
-    """A kept storage by its number, or this rank's part of an argument; and its module."""
-
-    key: object
-    stored_bytes: int
-    module: str
-
-
-def pieces(spec: ModelSpec, tape: Tape, ranks: int) -> Iterator[tuple[KeptPiece, bool]]:
-    """The kept pieces of a microbatch, maybe repeated, and whether they move to the host."""
+def host_bytes(spec: ModelSpec, tape: Tape, ranks: int, stages: Collection[int]) -> int:
+    """The bytes that one microbatch of these stages keeps on the host."""
     within = Within(spec.on_host)
+    kept: dict[tuple[object, int], int] = {}  # by storage, or part of an argument, and stage
     for storage, module in storages(tape, spec.recomputed, arenas=spec.arenas):
-        piece, block = KeptPiece(storage, tape.storage_bytes[storage], module), within(module)
+        stored_bytes, block = tape.storage_bytes[storage], within(module)
         moves = block is not None and spec.recomputed.get(block) != PARTITIONED
-        yield piece, moves and piece.stored_bytes >= SMALL_BYTES
+        if moves and stored_bytes >= SMALL_BYTES:
+            kept[storage, stage_of(spec, module)] = stored_bytes
     for part in () if spec.arenas else parts(tape, spec.recomputed):
         stored_bytes = -(-part.numel // ranks) * part.element_bytes
-        moves = within(part.module) is not None and stored_bytes >= SMALL_BYTES
-        yield KeptPiece((part.module, part.storage), stored_bytes, part.module), moves
-
-
-def tier_bytes(spec: ModelSpec, tape: Tape, ranks: int, *, on_host: bool) -> dict[int, int]:
-    """The bytes that one microbatch keeps on the host, or on the device, by stage."""
-    found = dict.fromkeys(range(spec.stages.number if spec.stages else 1), 0)
-    kept = [piece for piece, moves in pieces(spec, tape, ranks) if moves == on_host]
-    by_key = {(piece.key, stage_of(spec, piece.module)): piece.stored_bytes for piece in kept}
-    for (_, stage), stored_bytes in by_key.items():
-        found[stage] += stored_bytes
-    if spec.on_host and not on_host:  # the runtime keeps the tensors that a stage received
-        for stage, received in enumerate(spec.stages.bundles[0] if spec.stages else (), 1):
-            sizes = (x.numel * x.element_bytes for x in received)
-            found[stage] += sum(size for size in sizes if size >= SMALL_BYTES)
-    return found
+        if within(part.module) is not None and stored_bytes >= SMALL_BYTES:
+            kept[(part.module, part.storage), stage_of(spec, part.module)] = stored_bytes
+    return sum(stored_bytes for (_, stage), stored_bytes in kept.items() if stage in stages)

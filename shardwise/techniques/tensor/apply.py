@@ -189,7 +189,7 @@ class _Hooks:
             case "rowwise", _:
                 sequence.rows(module, stream, linear.is_linear(module))
             case "rowwise_split_input", Cut():
-                sequence.split_input(module, stream, cut)
+                sequence.change_input(module, partial(stream.take, cut=cut))
                 sequence.rows(module, stream, linear.is_linear(module))
             case "gather", _:
                 sequence.gather_input(module, stream)

@@ -86,10 +86,6 @@ def gather_output(module: nn.Module, stream: Stream, cut: Cut) -> None:
     module.register_forward_hook(after, prepend=True)
 
 
-def split_input(module: nn.Module, stream: Stream, cut: Cut) -> None:
-    change_input(module, partial(stream.take, cut=cut))
-
-
 def change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Hook a module so that `change` is applied to its first tensor argument."""
 

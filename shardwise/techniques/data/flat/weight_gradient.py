@@ -17,38 +17,23 @@ user's gradient hook, for `torch.autograd.grad`, and for gradients that are diff
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
-from shardwise.core.tools.hook import Driver, Hook, others_after
+from shardwise.core.tools.hook import Hook, others_after
+from shardwise.techniques.data.unit_hooks import Data
 
 #: The least elements of a weight: for fewer the node costs more than it saves.
 LEAST: Final = 2**16
 
 
-class Sink(Driver, Protocol):
-    """The owner of the gradients and of the hooks."""
-
-    def product(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
-        """Add left^T right, of left [N, out] and right [N, in], to the gradient of `p`."""
-        ...
-
-    def put_off(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
-        """Postpone it: this half of the backward pass computes no gradient of `p`."""
-        ...
-
-
-def take_over(
-    model: nn.Module, sink: Sink, sizes: Mapping[nn.Parameter, int]
-) -> list[RemovableHandle]:
+def take_over(model: nn.Module, sink: Data, sizes: Mapping[nn.Parameter, int]) -> None:
     """Hook the linear layers of `model` whose weights have `LEAST` elements or more by `sizes`."""
-    handles: list[RemovableHandle] = []
     for module in model.modules():
         weight = module._parameters.get("weight")
         if weight is None or type(module) is not nn.Linear or not weight.requires_grad:
@@ -56,15 +41,14 @@ def take_over(
         if sizes.get(weight, 0) >= LEAST:
             product = _Product(weight, sink)
             before, after = Hook(sink, product.enter), Hook(sink, product.leave)
-            handles.append(module.register_forward_pre_hook(before))
-            handles.append(module.register_forward_hook(after, always_call=True))
-    return handles
+            module.register_forward_pre_hook(before)
+            module.register_forward_hook(after, always_call=True)
 
 
 class _Product:
     """A linear layer that our node computes."""
 
-    def __init__(self, weight: nn.Parameter, sink: Sink) -> None:
+    def __init__(self, weight: nn.Parameter, sink: Data) -> None:
         self.weight, self.sink = weight, sink
         self.entered: list[_OwnNode] = []
 
@@ -120,7 +104,7 @@ class _Linear(torch.autograd.Function):
     """A linear layer's product; backward computes the gradients of its inputs."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: Sink) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sink: Data) -> Tensor:
         """Of x [..., in], weight [out, in] and bias [out]: [..., out]."""
         ctx.parameter = weight  # saved tensors may be unpacked as other objects
         ctx.sink = sink
