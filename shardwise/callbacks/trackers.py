@@ -139,6 +139,8 @@ class MLflow(Callback):
             ) from error
 
     def _begun(self, run: RunFacts) -> str:
+        from mlflow.entities import Param
+
         found = self._client.get_experiment_by_name(self._experiment)
         number = found.experiment_id if found else self._client.create_experiment(self._experiment)
         tags = {"mlflow.runName": run.folder.name, FOLDER: str(Path(run.folder).absolute())}
@@ -148,16 +150,11 @@ class MLflow(Callback):
                 self._client.update_run(before.info.run_id, status="RUNNING")
                 return before.info.run_id
         made = self._client.create_run(number, tags=tags).info.run_id
-        self._log_config(made, run.config)
-        return made
-
-    def _log_config(self, number: str, config: Mapping[str, Any]) -> None:
-        from mlflow.entities import Param
-
-        flat = _flat(config)
-        while some := list(itertools.islice(flat, MOST_PARAMS)):
+        config = _flat(run.config)
+        while some := list(itertools.islice(config, MOST_PARAMS)):
             params = [Param(name, str(value)[:MOST_CHARACTERS]) for name, value in some]
-            self._client.log_batch(number, params=params)
+            self._client.log_batch(made, params=params)
+        return made
 
     def step_ended(self, step: int, metrics: Mapping[str, float]) -> None:
         from mlflow.entities import Metric

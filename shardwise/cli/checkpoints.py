@@ -43,15 +43,13 @@ def inspect_command(
     for warning in noted:
         typer.echo(warning.message, err=True)
     note = passed_over(folder)
+    if note:
+        typer.echo(note if as_json else f"Note: {note}", err=as_json)
     if as_json:
-        if note:
-            typer.echo(note, err=True)
         typer.echo(json.dumps(_object(contents)))
-    else:
-        if note:
-            typer.echo(f"Note: {note}")
-        for line in _lines(contents, every=every):
-            typer.echo(line)
+        return
+    for line in _lines(contents, every=every):
+        typer.echo(line)
 
 
 def of_run(path: Path) -> Path:

@@ -75,7 +75,9 @@ def doctor_command(
         none = "--device cuda on a machine without a GPU that PyTorch sees"
         raise bad(none, "cuda with a GPU for each rank, or cpu", "--device cpu")
     axes = Mesh.parse(f"dp{count}" if mesh is None else mesh)
-    _fits(axes, count)
+    if axes.size != count:
+        given = f"--mesh '{axes}' of {axes.size} ranks, with {count} ranks"
+        raise bad(given, "axes whose sizes multiply to the number of ranks", f"--mesh dp{count}")
     first = start is None or start.rank == 0
     folder = disk_folder if first else None
     measured = None if folder is None else disk_bandwidth.measure(folder)
@@ -108,12 +110,6 @@ def _count(ranks: int | None, mesh: str | None, started: int | None, usual: int)
     if ranks is not None:
         return ranks
     return max(1, usual) if mesh is None else Mesh.parse(mesh).size
-
-
-def _fits(mesh: Mesh, ranks: int) -> None:
-    if mesh.size != ranks:
-        given = f"--mesh '{mesh}' of {mesh.size} ranks, with {ranks} ranks"
-        raise bad(given, "axes whose sizes multiply to the number of ranks", f"--mesh dp{ranks}")
 
 
 def _require_writable(file: Path | None) -> None:

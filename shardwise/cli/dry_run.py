@@ -16,14 +16,11 @@ from rich.console import Console
 
 from shardwise.cli.predict_command import answered, numbers_of
 from shardwise.cli.predict_table import show
-from shardwise.engine.predict import predict_with
-from shardwise.models import decoder
 from shardwise.prediction.cluster import cluster_of
-from shardwise.prediction.prediction import Prediction
 from shardwise.train.config import Config
 from shardwise.train.data.sources import find
-from shardwise.train.model import Batch, largest_share, options_of_run
-from shardwise.train.prepare import PreparedRun, RunStart, prepare
+from shardwise.train.model import largest_share, predictor
+from shardwise.train.prepare import RunStart, prepare
 from shardwise.train.progress import ranks_text
 from shardwise.train.run_folder import finished_message
 
@@ -41,30 +38,21 @@ def dry_run(config: Config, ranks: int, start: RunStart) -> None:
     found_files = find(config.data.source, config.data.field)
     source = replace(found_files, most_bytes=MOST_BYTES)
     train, share = config.train, largest_share(prepared)
-    found = _predicted(prepared, share)
+    cluster = None if config.run.cluster is None else cluster_of(config.run.cluster)
+    device = "cuda" if cluster is not None and cluster.device.asynchronous else "cpu"
+    found = predictor(prepared, share, torch.device(device))(prepared.plan)
     print(
         f"{found.plan} on {ranks_text(ranks)}, {len(prepared.corpus.packed.stream):,} tokens of "
         f"{'the first 64 MiB of ' * source.cut}{config.data.source}, {train.steps} steps of "
         f"{train.batch} sequences of {prepared.sizes.sequence}"
     )
     numbers = numbers_of(found, config.model.name, began)
-    cluster = None if config.run.cluster is None else cluster_of(config.run.cluster)
     size = None if cluster is None else cluster.device.memory_bytes
     told = answered(found, share, size, rows=train.batch, device=config.run.device)
     show(numbers, told, Console(emoji=False, highlight=False, markup=False))
     for note in found.notes:
         print(f"Note: {note}.")
     print("Nothing was started or written: the same command without --dry-run trains.")
-
-
-def _predicted(prepared: PreparedRun, share: Batch) -> Prediction:
-    with torch.device("meta"):
-        model = decoder.build(prepared.sizes)
-    options = options_of_run(prepared.config, prepared.sizes, prepared.table)
-    cluster = prepared.config.run.cluster
-    if cluster is not None and cluster_of(cluster).device.asynchronous:
-        options = replace(options, kernels="cuda")
-    return predict_with(model, prepared.plan, share, options)
 
 
 @contextmanager

@@ -65,10 +65,12 @@ def schedule_command(
         raise bad(given, "a time above 0 for an action of the schedule", "--costs F=1,I=1,W=1")
     if svg is not None:
         _draw(svg, timeline, subject.title)
+    numbers = _numbers(subject, timeline, times)
     if as_json:
-        typer.echo(json.dumps(_numbers(subject, timeline, times)))
-    else:
-        show(subject, timeline, _numbers(subject, timeline, times))
+        typer.echo(json.dumps(numbers))
+        return
+    typer.echo(f"{subject.title} ({subject.entry.paper})\n\n{draw.as_text(timeline)}\n")
+    Console().print(_table(numbers))
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,6 @@ class Subject:
     schedule: Schedule
     entry: Entry
     size: Size
-
-
-def show(subject: Subject, timeline: Timeline, numbers: dict[str, Any]) -> None:
-    """Print the picture of a schedule, and its numbers beside the closed forms."""
-    typer.echo(f"{subject.title} ({subject.entry.paper})\n\n{draw.as_text(timeline)}\n")
-    Console().print(_table(numbers))
 
 
 def read_costs(given: str, stages: int) -> ActionCosts:

@@ -137,11 +137,17 @@ def lower_quartile(times: Sequence[float]) -> float:
 
 def _once(collective: Collective, x: Tensor, axis: Axis) -> float:
     move.barrier(axis)
-    settle(x.device)
+    return timed(lambda: collective.run(x, axis), x.device)
+
+
+def timed(act: Callable[[], object], device: torch.device, calls: int = 1) -> float:
+    """The time of a call, in seconds: the mean of some `calls`."""
+    settle(device)
     began = time.perf_counter()
-    collective.run(x, axis)
-    settle(x.device)
-    return time.perf_counter() - began
+    for _ in range(calls):
+        act()
+    settle(device)
+    return (time.perf_counter() - began) / calls
 
 
 def fit(timings: Sequence[Timing]) -> Fit:

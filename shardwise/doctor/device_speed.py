@@ -12,7 +12,6 @@ than it is in a step. Times are the lower quartile of several, since other progr
 """
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -21,10 +20,9 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import move
-from shardwise.comm.link_times import settle
 from shardwise.comm.world import Axis, World, alone
 from shardwise.core.plan.plan import Plan
-from shardwise.doctor.collectives import lower_quartile
+from shardwise.doctor.collectives import lower_quartile, timed
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine
 from shardwise.engine.predict import predict_with
@@ -160,23 +158,14 @@ def _host_link(device: torch.device, together: Act) -> dict[str, float]:
 def _seconds(act: Act, device: torch.device, together: Act, calls: int | None = None) -> float:
     """The lower quartile of the times of a call, in rounds of about ROUND_S or of `calls`."""
     act()
-    _timed(act, device, 1)
+    timed(act, device)
     if calls is None:
-        calls = max(1, min(1000, round(ROUND_S / _timed(act, device, 1))))
+        calls = max(1, min(1000, round(ROUND_S / timed(act, device))))
     times: list[float] = []
     for _ in range(ROUNDS):
         together()
-        times.append(_timed(act, device, calls))
+        times.append(timed(act, device, calls))
     return lower_quartile(times)
-
-
-def _timed(act: Act, device: torch.device, calls: int) -> float:
-    settle(device)
-    began = time.perf_counter()
-    for _ in range(calls):
-        act()
-    settle(device)
-    return (time.perf_counter() - began) / calls
 
 
 def median_device(by_rank: Sequence[DeviceSpeed]) -> DeviceSpeed:

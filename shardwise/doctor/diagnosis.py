@@ -271,13 +271,9 @@ def _links(found: Diagnosis, hosts: list[list[int]]) -> tuple[LinkSpeed | None, 
     links: dict[bool, LinkSpeed] = {}
     for fit in (fit for fit in found.fits if fit.collective == "send"):
         crosses = len({host_of[rank] for rank in mesh.line(fit.axis, 0)}) > 1
-        links.setdefault(crosses, _link(fit))
+        latency_s, rate = max(_LEAST_S, fit.latency_s), fit.bytes_per_s or _FREE.bytes_per_s
+        links.setdefault(crosses, LinkSpeed(latency_s=latency_s, bytes_per_s=rate))
     return links.get(False), links.get(True)
-
-
-def _link(fit: Fit) -> LinkSpeed:
-    rate = fit.bytes_per_s or _FREE.bytes_per_s
-    return LinkSpeed(latency_s=max(_LEAST_S, fit.latency_s), bytes_per_s=rate)
 
 
 def _device(found: Diagnosis, speed: DeviceSpeed, local: int) -> Device:

@@ -115,7 +115,7 @@ def require_same_inputs(prepared: PreparedRun, world: World) -> None:
 def claim(prepared: PreparedRun, *, overwrite: bool) -> None:
     """Prepare the run's folder. Raises InputError if it cannot be written."""
     run_folder.claim(prepared.config, overwrite)
-    run_folder.keep_tokenizer(prepared.config, prepared.vocabulary)
+    run_folder.keep_tokenizer(prepared.config, prepared.corpus.packed.vocabulary)
 
 
 def begin(

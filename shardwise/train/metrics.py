@@ -99,7 +99,7 @@ def record_in(line: bytes) -> Record | None:
 
 def keep_until(folder: Path, step: int) -> None:
     """Remove the records after `step`, and an incomplete last line, atomically."""
-    kept = [line for line in _lines(folder) if _step_of(line) <= step]
+    kept = [line for line in _lines(folder) if (r := record_in(line)) is None or r.step <= step]
     if kept and not kept[-1].endswith(b"\n"):
         last = kept.pop()
         kept += [last + b"\n"] * (record_in(last) is not None)
@@ -110,11 +110,6 @@ def _lines(folder: Path) -> list[bytes]:
     """The lines with their ends; JSON escapes every other line separator."""
     path = folder / FILE
     return path.read_bytes().splitlines(keepends=True) if path.exists() else []
-
-
-def _step_of(line: bytes) -> int:
-    record = record_in(line)
-    return 0 if record is None else record.step
 
 
 class MetricsWriter:

@@ -28,7 +28,7 @@ from shardwise.train.config_sections import TrainSection
 from shardwise.train.data.data import Rows, padded
 from shardwise.train.prepare import PreparedRun
 from shardwise.train.progress import size_text
-from shardwise.train.sizes import state_bytes
+from shardwise.train.sizes import on_meta, state_bytes
 
 Batch = dict[str, Tensor]
 
@@ -71,14 +71,12 @@ def predictor(
     prepared: PreparedRun, share: Batch, device: torch.device
 ) -> Callable[[Plan], Prediction]:
     """Predictions of the run under other plans, for a rank with the part `share` of the batch."""
-    with torch.device("meta"):
-        model = decoder.build(prepared.sizes)
+    model = on_meta(prepared.sizes)
     return lambda plan: predict_with(model, plan, share, _options(prepared, device))
 
 
 def prediction_of(prepared: PreparedRun, engine: Engine, share: Batch) -> Prediction:
-    with torch.device("meta"):
-        model = decoder.build(prepared.sizes)
+    model = on_meta(prepared.sizes)
     stages = engine.staging.begins if engine.staging else None
     options, at = replace(_options(prepared, engine.world.device), stages=stages), engine.world
     return Predictor(model, prepared.plan, options, rank=at.rank, ranks=at.size).of(share)
@@ -136,8 +134,7 @@ def _build_engine(prepared: PreparedRun, world: World) -> Engine:
             f"{prepared.config.model.name}' prints it (docs/how-to/tables.md)",
             file=sys.stderr,
         )
-    with torch.device("meta"):
-        model = decoder.build(prepared.sizes)
+    model = on_meta(prepared.sizes)
     options = replace(
         _options(prepared, world.device),
         tokens=gpt.tokens,

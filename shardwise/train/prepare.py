@@ -23,7 +23,7 @@ from shardwise.train.config_sections import TRACKERS, RunSection
 from shardwise.train.data.data import Batches, Corpus, split
 from shardwise.train.data.packed import tokenise, unwritable_folder
 from shardwise.train.data.sources import find
-from shardwise.train.data.tokens import Vocabulary, check_fits
+from shardwise.train.data.tokens import check_fits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -67,10 +67,6 @@ class PreparedRun:
         return Batches(self.corpus, self.config.train.batch, self.config.train.seed)
 
     @property
-    def vocabulary(self) -> Vocabulary:
-        return self.corpus.packed.vocabulary
-
-    @property
     def data_mark(self) -> dict[str, object]:
         """The identity of the data, which must not change when a run is resumed."""
         return {
@@ -104,14 +100,6 @@ def checked_plan(config: Config, ranks: int) -> Plan:
     return plan
 
 
-def check_cluster(config: Config, plan: Plan) -> None:
-    """Raise InputError for a cluster that does not exist, is too small, or lacks the precision."""
-    if config.run.cluster is not None:
-        cluster = cluster_of(config.run.cluster)
-        cluster.require_hosts(plan.size)
-        cluster.flops_per_s(plan.precision or "fp32")
-
-
 def callbacks_of(config: RunSection) -> "Sequence[Callback]":
     """The trackers and the user's callbacks."""
     from shardwise import callbacks
@@ -126,17 +114,6 @@ def callbacks_of(config: RunSection) -> "Sequence[Callback]":
         made += [made_by(name, "the callback", returns) for name in config.callbacks]
     callbacks.Callbacks(made)  # checks them
     return made
-
-
-def check_batch(corpus: Corpus, batch: int) -> None:
-    """Raise InputError for a step of more sequences than training sequences."""
-    there = len(corpus.training)
-    if batch > there:
-        raise bad(
-            f"train.batch = {batch} with {there} training sequences",
-            "at most the number of training sequences",
-            f"train.batch = {there}, or more data",
-        )
 
 
 def check_same(before: "Sizes", now: "Sizes") -> None:
@@ -160,7 +137,10 @@ def prepare(
 ) -> PreparedRun:
     """Check and prepare the inputs of a run; a check alone tokenises only some `most_bytes`."""
     plan = checked_plan(config, ranks)
-    check_cluster(config, plan)
+    if config.run.cluster is not None:
+        cluster = cluster_of(config.run.cluster)
+        cluster.require_hosts(plan.size)
+        cluster.flops_per_s(plan.precision or "fp32")
     run_folder.check(config, start.resume, start.overwrite)
     called = callbacks_of(config.run)
     source = find(config.data.source, config.data.field)
@@ -172,7 +152,13 @@ def prepare(
     sizes = model_sizes(config.model, packed.vocabulary.size, config.train.seed)
     check_fits(packed.vocabulary, sizes.vocabulary, config.model.name)
     corpus = split(packed, sizes.sequence, config.data.validation)
-    check_batch(corpus, config.train.batch)
+    there = len(corpus.training)
+    if config.train.batch > there:
+        raise bad(
+            f"train.batch = {config.train.batch} with {there} training sequences",
+            "at most the number of training sequences",
+            f"train.batch = {there}, or more data",
+        )
     table = run_table(config.plan.table, sizes, plan)
     require_fit(sizes, plan, table)
     # with ranks started by torchrun, only this rank is known to be on this machine

@@ -76,7 +76,8 @@ class ReportContents:
 
 def contents_of(summary: Summary) -> ReportContents:
     """The report of a run."""
-    plan, smoothed, timed = Plan.parse(summary.plan), smooth(_losses(summary)), summary.time
+    plan, smoothed = Plan.parse(summary.plan), smooth([record.loss for record in summary.records])
+    timed = summary.time
     found = [
         _loss_section(summary, smoothed),
         _memory(summary),
@@ -156,15 +157,13 @@ def _distance(loss: float, baseline: float) -> str:
 def _checks(summary: Summary) -> list[Check]:
     """Measured against predicted; bytes only if there are other ranks."""
     sent = Check("bytes sent", all_agree(cost.sent_agrees for cost in summary.costs))
+    time = summary.time
+    said = "" if time is None else f"{time.ratio - 1:+.1%} predicted over measured"
     return [
         Check("memory between steps", all_agree(cost.memory_agrees for cost in summary.costs)),
         *[sent] * (summary.ranks > 1),
-        *([] if summary.time is None else [_time_check(summary.time)]),
+        *([] if time is None else [Check("time of a step", None, said)]),
     ]
-
-
-def _losses(summary: Summary) -> list[float]:
-    return [record.loss for record in summary.records]
 
 
 def _worlds(summary: Summary) -> list[tuple[int, int]]:
@@ -193,7 +192,7 @@ def _memory(summary: Summary) -> Section:
         "Memory",
         table=_bytes_table(rank, series),
         picture=PICTURES[1],
-        draw=lambda: bars(f"What rank {rank} holds between steps", _names(series), series),
+        draw=lambda: bars(f"What rank {rank} holds between steps", series),
     )
 
 
@@ -211,7 +210,7 @@ def _bytes(summary: Summary) -> Section:
         ["Each row is an axis of the plan and an operation of its ranks.", *said],
         _bytes_table(rank, series),
         PICTURES[2],
-        lambda: bars(f"What rank {rank} sends in a step", _names(series), series),
+        lambda: bars(f"What rank {rank} sends in a step", series),
     )
 
 
@@ -236,10 +235,6 @@ def _bytes_table(rank: int, series: Series) -> ReportTable:
         for name in _names(series)
     ]
     return ReportTable([f"rank {rank}, bytes", *series], cells)
-
-
-def _time_check(time: TimeCost) -> Check:
-    return Check("time of a step", None, f"{time.ratio - 1:+.1%} predicted over measured")
 
 
 def _time_section(time: TimeCost) -> Section:
@@ -378,8 +373,9 @@ def loss(
     return svg(figure)
 
 
-def bars(title: str, names: Sequence[str], series: Mapping[str, Mapping[str, int]]) -> str:
+def bars(title: str, series: Series) -> str:
     """A group of bars for each name, all in one unit."""
+    names = _names(series)
     unit, unit_bytes = unit_of(max([0, *(n for sizes in series.values() for n in sizes.values())]))
     figure = new_figure(8, 1.2 + 0.25 * (1 + len(series)) * max(1, len(names)))
     axes, height = figure.subplots(), 0.8 / len(series)

@@ -152,7 +152,8 @@ def collect(run: Run, began: Position, console: Console | None) -> Summary | Non
     costs = all_gather_object(own_cost(run), engine.world)
     if disk := disk_line(engine):
         say(disk, engine.world, console)
-    require_no_signal(run)
+    if any_rank(run.stop.received, engine.world):
+        raise StoppedError
     if engine.world.rank != 0:
         return None
     run.stop.leaving = True  # no other rank waits for this one
@@ -209,12 +210,6 @@ def attempt(what: str, make: Callable[[], T]) -> T | None:
 def why(error: BaseException) -> str:
     """The kind of an error, and the first line of its text."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def require_no_signal(run: Run) -> None:
-    """Raise StoppedError on all ranks if one has received a signal."""
-    if any_rank(run.stop.received, run.engine.world):
-        raise StoppedError
 
 
 def own_cost(run: Run) -> RankCost:

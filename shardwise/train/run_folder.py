@@ -87,15 +87,11 @@ def check(config: Config, resume: bool, overwrite: bool) -> None:
             "or --overwrite to replace it",
             setting("run.folder", beside(folder)),
         )
-    _try_to_write(folder, "run.folder")
+    _require_writable(folder)
 
 
 def checkpoints_of(config: Config) -> Path:
     return config.folder / CHECKPOINTS
-
-
-def newest(config: Config) -> Path:
-    return find(checkpoints_of(config))
 
 
 def best_name(config: Config) -> str:
@@ -126,7 +122,7 @@ def has_checkpoint(config: Config) -> bool:
 
 def unreadable_checkpoints(config: Config) -> list[Path]:
     """Checkpoints that have lost a file, and a dangling `latest`; empty if one is whole."""
-    checkpoints = config.folder / CHECKPOINTS
+    checkpoints = checkpoints_of(config)
     if has_checkpoint(config) or not checkpoints.is_dir():
         return []
     return sorted(p for p in checkpoints.iterdir() if is_named_by_step(p) or p.name == LATEST)
@@ -162,8 +158,7 @@ def config_of(folder: Path) -> Config | None:
 
 def finished_message(config: Config) -> str:
     """The message for --resume of a run that has finished and has its report; else ""."""
-    latest = newest(config)
-    step, steps = step_of(latest), config.train.steps
+    step, steps = step_of(find(checkpoints_of(config))), config.train.steps
     without = "" if _has_steps(config.folder) else f", without its {METRICS}, or a report"
     if step < steps or not (has_report(config.folder) or without):
         return ""
@@ -211,14 +206,14 @@ def _incomplete(checkpoints: Path, damaged: list[Path]) -> InputError:
     )
 
 
-def _try_to_write(folder: Path, key: str) -> None:
+def _require_writable(folder: Path) -> None:
     """Raise InputError if the folder is not writable. Does not create it."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=there, prefix=PROBE):
             pass
     except OSError as error:
-        raise unwritable_folder(folder, key, error) from None
+        raise unwritable_folder(folder, "run.folder", error) from None
 
 
 def keep_tokenizer(config: Config, vocabulary: Vocabulary) -> None:
@@ -234,15 +229,12 @@ def keep_tokenizer(config: Config, vocabulary: Vocabulary) -> None:
             if name != TOKENIZER_FILE and (beside / name).is_file():
                 publish(to / name, lambda path, name=name: shutil.copyfile(beside / name, path))
         if not (to / ABOUT_TOKENIZER).exists():
-            about = json.dumps(_about(vocabulary), indent=2)
-            publish(to / ABOUT_TOKENIZER, lambda path: path.write_text(about, encoding="utf-8"))
+            about = {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "eos_token": vocabulary.separator_text,
+                "clean_up_tokenization_spaces": False,
+            }
+            text = json.dumps(about, indent=2)
+            publish(to / ABOUT_TOKENIZER, lambda path: path.write_text(text, encoding="utf-8"))
     except OSError as error:
         raise unwritable_folder(config.folder, "run.folder", error) from None
-
-
-def _about(vocabulary: TokenizerVocabulary) -> dict[str, object]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": vocabulary.separator_text,
-        "clean_up_tokenization_spaces": False,
-    }

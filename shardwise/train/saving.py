@@ -3,11 +3,12 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from shardwise.checkpoint.engines import fill, planned_save
 from shardwise.checkpoint.failure import damaged
-from shardwise.checkpoint.folder import SCALARS, prune, step_of
+from shardwise.checkpoint.folder import SCALARS, find, prune, step_of
 from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint
 from shardwise.checkpoint.pending import FAILED_S, PendingCheckpoint
 from shardwise.checkpoint.save import PlannedSave
@@ -16,7 +17,7 @@ from shardwise.core.errors import RunError, bad
 from shardwise.core.tools.arguments import is_count
 from shardwise.engine.engine import Engine
 from shardwise.train.prepare import PreparedRun
-from shardwise.train.run_folder import checkpoints_of, newest
+from shardwise.train.run_folder import checkpoints_of
 from shardwise.train.summary import SaveCosts
 
 
@@ -61,7 +62,8 @@ class RunSaves:
             "plan": str(self.prepared.plan),  # for information; another plan can load it
             "engine": self.engine.scalars(),
         } | ({} if validation is None else {"validation": validation})
-        planned = planned_save(self.engine, folder, scalars, self._prune)
+        keep = partial(prune, folder, train.keep, best=train.keep_best)
+        planned = planned_save(self.engine, folder, scalars, keep)
         if train.async_save and not wait:
             self.pending = PendingCheckpoint(planned)
         else:
@@ -102,10 +104,6 @@ class RunSaves:
         self.costs = replace(self.costs, saves=self.costs.saves + 1)
         self.saved(step, path)
 
-    def _prune(self) -> None:
-        train = self.prepared.config.train
-        prune(checkpoints_of(self.prepared.config), train.keep, best=train.keep_best)
-
 
 def _goes_on(error: RunError) -> str:
     return f"{str(error).removesuffix('.')}. Training goes on without this checkpoint"
@@ -130,7 +128,7 @@ def load_run(prepared: PreparedRun, engine: Engine) -> Position:
             raise damaged(opened.path / SCALARS, "its position in the data is not one of a run")
         _check_data(data, prepared.data_mark)
 
-    folder = on_rank_zero(lambda: newest(prepared.config), engine.world)
+    folder = on_rank_zero(lambda: find(checkpoints_of(prepared.config)), engine.world)
     scalars = fill(engine, folder, check)
     return Position(scalars["step"], 0 if IMPORTED in scalars else scalars["consumed"])
 

@@ -64,7 +64,9 @@ def model_sizes(
         _refuse_keys(section, ["experts"] * (section.experts is not None) + of_experts)
         return _trained_on_text(replace(named, gpt=dense, seed=seed))
     if section.experts is not None:
-        return replace(_moe_config(section, section.experts, dense), seed=seed)
+        name, _, capacity = section.gate.partition(":")
+        gate = f"{name}:{capacity}:{section.experts}:{section.experts_per_token or ''}"
+        return _trained_on_text(replace(moe.tiny(gate), gpt=dense, shared=0, seed=seed))
     if of_experts:
         key, value = of_experts[0], getattr(section, of_experts[0])
         text = f"'{value}'" if isinstance(value, str) else value
@@ -115,12 +117,6 @@ def _refuse_keys(section: ModelSection, own: list[str]) -> None:
         )
 
 
-def _moe_config(section: ModelSection, experts: int, dense: GPTConfig) -> MoEConfig:
-    name, _, capacity = section.gate.partition(":")
-    gate = f"{name}:{capacity}:{experts}:{section.experts_per_token or ''}"
-    return _trained_on_text(replace(moe.tiny(gate), gpt=dense, shared=0))
-
-
 def _trained_on_text(sizes: MoEConfig) -> MoEConfig:
     """Raises InputError for a gate that reads numbers which no text has."""
     if sizes.gate.name in ("assigned", "argmax"):
@@ -168,24 +164,23 @@ def require_memory(config: Config, sizes: Sizes, plan: Plan, share: float) -> No
         )
 
 
+def on_meta(sizes: Sizes) -> nn.Module:
+    with torch.device("meta"):
+        return build(sizes)
+
+
 def run_table(file: str | None, sizes: Sizes, plan: Plan) -> Table | Mapping[str, str] | None:
     """The table in the file `plan.table`, or a derived one for a model without its own."""
     given = None if file is None else table_in(Path(file), "plan.table =")
     # on meta: the sequence is not yet known to fit the data or this machine
     tokens = torch.zeros(TABLE_ROWS, sizes.sequence, dtype=torch.int64, device="meta")
     batch = {"inputs": tokens, "targets": tokens}
-
-    def model() -> nn.Module:
-        with torch.device("meta"):
-            return build(sizes)
-
-    return table_or_derived(given, plan, model, lambda: batch, loss_of(sizes))
+    return table_or_derived(given, plan, lambda: on_meta(sizes), lambda: batch, loss_of(sizes))
 
 
-def require_fit(sizes: Sizes, plan: Plan, table: Table | Mapping[str, str] | None = None) -> None:
+def require_fit(sizes: Sizes, plan: Plan, table: Table | Mapping[str, str] | None) -> None:
     """Raise InputError if the plan has more tensor ranks than the model has heads or tokens."""
-    with torch.device("meta"):
-        model = build(_one_layer(sizes))
+    model = on_meta(_one_layer(sizes))
     tensor_parallel.table_for(model, plan, table)
     expert_parallel.check_experts(model, plan)
 

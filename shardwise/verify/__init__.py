@@ -51,11 +51,16 @@ class Verify(ModuleType):
 
         Raises InputError for a plan or model that cannot run, RankError if a rank fails.
         """
-        from shardwise.verify.own import model_of, prove_own
+        from shardwise.comm.start.launch import can_fork
+        from shardwise.core.tools.arguments import choice
+        from shardwise.verify.command import verify
+        from shardwise.verify.own import model_of
         from shardwise.verify.proof_options import Options
 
         model = model_of(build, batch, loss, tokens)
-        return prove_own(model, plan, steps, Options(units, table), device)
+        choice("device", device or "cpu", ("cpu", "cuda"))
+        options, fork = Options(units, table), can_fork(device or "cpu")
+        return verify(plan, model, steps, options, device=device, fork=fork)
 
 
 sys.modules[__name__].__class__ = Verify

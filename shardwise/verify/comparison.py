@@ -139,12 +139,9 @@ class Comparison:
     def shared(self, engine: Engine, step: int) -> tuple[Any, Any, Division]:
         """The global batch of a step, this rank's share, and how it is divided."""
         division = Division.of(engine, step)
-        whole = self.rows_for(engine, step, division)
-        return whole, own_tensors(division.share(whole, engine.data_rank)), division
-
-    def rows_for(self, engine: Engine, step: int, division: Division) -> Any:
         rows = rows_of_step(engine.plan, division, step)
-        return self.batch(rows, SEED + step, engine.world.device)
+        whole = self.batch(rows, SEED + step, engine.world.device)
+        return whole, own_tensors(division.share(whole, engine.data_rank)), division
 
     def tensors(self, boxes: Sequence[Box], of_oracles: Sequence[Wholes]) -> None:
         unit, start = self.oracles.unit, self.oracles.start

@@ -96,10 +96,6 @@ class Finding:
     alone: tuple[float, ...] = ()
 
     @property
-    def bytes_hold(self) -> bool:
-        return self.costs.hold
-
-    @property
     def memory_holds(self) -> bool:
         within = all(read <= most for most, read in self.costs.peaks.values())
         return within and self.memory_measured == self.memory_predicted

@@ -9,23 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise.comm.start.launch import can_fork
 from shardwise.core.errors import bad
-from shardwise.core.plan.plan import Plan
-from shardwise.core.tools.arguments import choice, short_repr
+from shardwise.core.tools.arguments import short_repr
 from shardwise.models import user
 from shardwise.models.registry import find
 from shardwise.models.trainable import Loss, Trainable
-from shardwise.verify.command import verify
-from shardwise.verify.proof_options import Options
-from shardwise.verify.report import Report
-
-
-def prove_own(
-    model: Trainable | str, plan: Plan | str, steps: int, options: Options, device: str | None
-) -> Report:
-    choice("device", device or "cpu", ("cpu", "cuda"))
-    return verify(plan, model, steps, options, device=device, fork=can_fork(device or "cpu"))
 
 
 def model_of(

@@ -12,10 +12,9 @@ arrive.
 
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from threading import Lock
 from typing import Any, Final
 
@@ -65,13 +64,9 @@ def prove(
     with BUILDING:
         trainable = ragged(without_dropout(find(model)), plan)
     if options is not None and options.batches:
-        shifted = partial(_other_batch, trainable.make_batch, OTHER_SEEDS * options.batches)
-        trainable = replace(trainable, make_batch=shifted)
+        make_batch, shift = trainable.make_batch, OTHER_SEEDS * options.batches
+        trainable = replace(trainable, make_batch=lambda rows, seed: make_batch(rows, seed + shift))
     return _prove(world, plan, trainable, steps, options).with_promises(promises)
-
-
-def _other_batch(make_batch: Callable[[int, int], Any], shift: int, rows: int, seed: int) -> Any:
-    return make_batch(rows, seed + shift)
 
 
 def with_early_delays(plan: Plan) -> Plan:

@@ -16,7 +16,6 @@ from shardwise.comm.objects import all_gather_object
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import bad
 from shardwise.engine.engine import Engine
-from shardwise.engine.state.box import Box
 
 #: The value of every weight before a load.
 FORGOTTEN: Final = 0.5
@@ -71,7 +70,8 @@ def _through_threads(saved: Engine, fresh: Engine, folder: Path) -> None:
     """For ranks in threads, which torch.distributed.checkpoint does not support."""
     world = saved.world
     scalars = {"step": saved.steps, "engine": saved.scalars()}
-    boxes = _of_all(saved.boxes(), world)
+    mine = [box for box in saved.boxes() if box.replica == 0]
+    boxes = [box for of_rank in all_gather_object(mine, world) for box in of_rank]
     if world.rank == 0:
         writing.save(folder, boxes, scalars, alone())
     world.barrier()
@@ -83,8 +83,3 @@ def _through_threads(saved: Engine, fresh: Engine, folder: Path) -> None:
         world.barrier()
     fresh.load_scalars(opened.scalars["engine"])
     fresh.loaded()
-
-
-def _of_all(boxes: list[Box], world: World) -> list[Box]:
-    mine = [box for box in boxes if box.replica == 0]
-    return [box for of_rank in all_gather_object(mine, world) for box in of_rank]

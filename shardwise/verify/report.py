@@ -144,7 +144,7 @@ def report(plan: Plan, model: str, findings: Sequence[Finding]) -> Report:
         compared = _errors_of(by_rank)
         kind, largest = compared[0].kind, max(errors.largest for errors in compared)
         parity[kind] = max(parity.get(kind, 0.0), largest)
-    bytes_off = [f for f in findings if not f.bytes_hold]
+    bytes_off = [f for f in findings if not f.costs.hold]
     memory_off = [f for f in findings if not f.memory_holds]
     sent, held = [*bytes_off, findings[0]][0], [*memory_off, findings[0]][0]
     lacking = _uncovered(plan, findings)
@@ -173,7 +173,7 @@ def may_be_chance(found: Report, findings: Sequence[Finding]) -> bool:
     if found.bound != rounding.MOST or not found.first_difference or found.uncovered:
         return False
     facts = [e for one in findings for e in one.errors if isinstance(e, Errors)]
-    costs = all(one.bytes_hold and one.memory_holds for one in findings)
+    costs = all(one.costs.hold and one.memory_holds for one in findings)
     return costs and all(errors.largest <= found.bound for errors in facts)
 
 

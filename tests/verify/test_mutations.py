@@ -80,7 +80,7 @@ def refused_by(model: str, plan: str, findings: list[Finding]) -> dict[str, str]
     found = report(read(plan), model, findings)
     refused = {
         "parity": found.first_difference and str(found.first_difference),
-        "bytes": "" if all(one.bytes_hold for one in findings) else found.sent,
+        "bytes": "" if all(one.costs.hold for one in findings) else found.sent,
         "memory": "" if all(one.memory_holds for one in findings) else found.memory,
         "coverage": found.uncovered,
     }

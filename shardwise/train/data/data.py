@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.core.errors import bad
-from shardwise.train.data.packed import Packed, Stream
+from shardwise.train.data.packed import Packed
 
 IGNORED = -100  # a target that the loss ignores
 STRETCHES = 128
@@ -48,7 +48,13 @@ class Corpus:
     validation: Index
 
     def rows(self, numbers: Index) -> Rows:
-        return sequences(self.packed.stream, numbers, self.sequence)
+        """The sequences with these numbers."""
+        stream, last = self.packed.stream, len(self.packed.stream) - 1
+        at = numbers[:, None] * self.sequence + np.arange(self.sequence)
+        inputs = stream[np.minimum(at, last)].astype(np.int64)
+        targets = stream[np.minimum(at + 1, last)].astype(np.int64)
+        targets[at + 1 > last] = IGNORED
+        return Rows(inputs, targets)
 
 
 def split(packed: Packed, sequence: int, validation: float) -> Corpus:
@@ -67,16 +73,6 @@ def split(packed: Packed, sequence: int, validation: float) -> Corpus:
     # stretch k is held out if the integer part of k * held / stretches increases after it
     out = (stretch + 1) * held // stretches > stretch * held // stretches
     return Corpus(packed, sequence, numbers[~out], numbers[out])
-
-
-def sequences(stream: Stream, numbers: Index, sequence: int) -> Rows:
-    """The sequences with these numbers."""
-    at = numbers[:, None] * sequence + np.arange(sequence)
-    last = len(stream) - 1
-    inputs = stream[np.minimum(at, last)].astype(np.int64)
-    targets = stream[np.minimum(at + 1, last)].astype(np.int64)
-    targets[at + 1 > last] = IGNORED
-    return Rows(inputs, targets)
 
 
 @dataclass(frozen=True)

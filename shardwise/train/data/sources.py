@@ -151,12 +151,9 @@ def _field(line: str, field: str, where: str) -> str:
         ) from None
     values = row if isinstance(row, dict) else {}
     if not isinstance(values.get(field), str):
-        raise _no_text(where, field, [key for key, value in values.items() if _is_text(value)])
+        textual = [key for key, v in values.items() if isinstance(v, str) and v.strip()]
+        raise _no_text(where, field, textual)
     return values[field]
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip())
 
 
 def _no_text(where: str, field: str, others: list[str]) -> InputError:

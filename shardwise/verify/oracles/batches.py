@@ -47,7 +47,9 @@ class Division:
     def of(cls, engine: Engine, step: int | None = None) -> "Division":
         """With a `step`, one data rank is idle in one of every four steps."""
         ranks = engine.data_ranks
-        idle = step is not None and step % 4 == IDLE_STEP and may_idle(engine.plan, ranks)
+        # if layers have a mesh of their own, each rank needs rows to exchange
+        may_idle = ranks > 1 and not any(each.has_axes for each in engine.plan.layers)
+        idle = step is not None and step % 4 == IDLE_STEP and may_idle
         return cls(ranks, engine.microbatches, int(idle))
 
     def sizes(self, count: int) -> list[int]:
@@ -64,11 +66,6 @@ class Division:
         shares = [torch.empty(size, device="meta") for size in self.sizes(rows(whole))]
         by_rank = [[len(x) for x in share.tensor_split(self.microbatches)] for share in shares]
         return list(zip(*by_rank, strict=True))
-
-
-def may_idle(plan: Plan, ranks: int) -> bool:
-    """False if layers have a mesh of their own: each rank needs rows to exchange."""
-    return ranks > 1 and not any(each.has_axes for each in plan.layers)
 
 
 def rows_of_step(plan: Plan, division: Division, step: int) -> int:

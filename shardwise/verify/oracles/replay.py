@@ -61,7 +61,9 @@ class Replay:
             made.step()
             for name, p in params.items():
                 expected = {("model/" + name, places[name]): p.detach()}
-                expected |= _placed(name, places[name], made.state[p])
+                for key, value in made.state[p].items():
+                    offsets = places[name] if value.dim() else ()
+                    expected[f"optim/{key}/{name}", offsets] = value
                 for place, value in expected.items():
                     error = _error(value, found[place], self.start.get(place))
                     errors[place[0]] = max(errors.get(place[0], 0.0), error)
@@ -94,12 +96,6 @@ def published(engine: Engine) -> Errors:
 
 def _copies(boxes: Sequence[Box]) -> dict[Place, Tensor]:
     return {(box.name, tuple(box.offsets)): box.tensor.detach().clone() for box in boxes}
-
-
-def _placed(
-    name: str, offsets: tuple[int, ...], state: Mapping[str, Tensor]
-) -> dict[Place, Tensor]:
-    return {(f"optim/{k}/{name}", offsets if v.dim() else ()): v for k, v in state.items()}
 
 
 def _once_each(gradients: Mapping[Place, Tensor]) -> list[dict[str, tuple[int, ...]]]:
