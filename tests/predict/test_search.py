@@ -127,28 +127,6 @@ def test_what_is_recomputed_fills_the_memory() -> None:
     assert best.seconds <= min(fitting)
 
 
-def test_blocks_stay_whole_where_there_is_room() -> None:
-    """Over links of 200 MB/s, as many blocks of zero3 as fit are not gathered for use."""
-    deep = replace(CONFIG, layers=8)
-    found = SearchedModel(model(deep), batch(), OPTIONS)
-    memory, cluster = 4_200_000, machine(4_200_000)
-    link = cluster.inside.model_copy(update={"bytes_per_s": 2e8})
-    best = PlanCosts(found, cluster.model_copy(update={"inside": link}))
-    plan = Plan.parse("dp4 zero3 bf16 accumulate:8")
-    plain, changed = best.ranked(Candidate(plan, 1)), best.with_whole_blocks(Candidate(plan, 1))
-    result = best.ranked(changed)
-    assert isinstance(plain, RankedPlan) and isinstance(result, RankedPlan)
-    assert str(changed.plan) == f"{plan} | blocks.0-2: zero2"
-    assert result.seconds < plain.seconds and result.peak_bytes <= memory
-
-    def alone(layers: str) -> Prediction:
-        return predict_with(model(deep), f"{plan} | {layers}: zero2", batch(8), OPTIONS)
-
-    assert alone("blocks.0-2").device_peak == result.peak_bytes
-    assert alone("blocks.0-2").step_time(best.cluster).seconds == result.seconds
-    assert alone("blocks.0-3").device_peak > memory
-
-
 def test_a_plan_that_does_not_fit_is_refused() -> None:
     """Plans above the memory of a device are refused, with the bytes that are too many."""
     found = searched(ROOM)

@@ -245,21 +245,6 @@ class PlanCosts:
             budget += free
         return best
 
-    def with_whole_blocks(self, candidate: Candidate) -> Candidate:
-        """The plan whose first blocks keep their parameters whole, as many as fit."""
-        plan, rows = candidate
-        blocks = self.model.blocks
-        if blocks is None:
-            return candidate
-
-        def whole(number: int) -> Plan:
-            names = f"{blocks.name}.0" + f"-{number - 1}" * (number > 1)
-            return Plan.parse(f"{plan} | {names}: zero2")
-
-        peak, one = (self.model.of(each, rows).device_peak for each in (plan, whole(1)))
-        number = -self.over(peak) // max(1, one - peak)
-        return Candidate(whole(min(number, blocks.number)), rows) if number > 0 else candidate
-
     def peak_bytes(self, candidate: Candidate) -> int:
         plan, rows = candidate
         ranks = [_rank_at(plan, place) for place in self._places(candidate)]

@@ -6,8 +6,7 @@
 
 A plan that recomputes is slower than the same plan with less recomputation, and not predicted if
 that one fits. Plans with offload come last: only if no other fits. The best plans are predicted
-once more with the budget of activations that the memory allows, with uneven stages, and with whole
-blocks in place of zero3.
+once more with the budget of activations that the memory allows, and with uneven stages.
 
     blocks        b0    b1    b2    b3 + head       seconds 1 1 1 5
     even          b0    b1  | b2    b3 + head       slowest stage 6
@@ -112,21 +111,15 @@ def _ranked(
 
 
 def _refined(ranked: list[RankedPlan], costs: PlanCosts) -> list[RankedPlan]:
-    """The plans, and changed ones of the best that fit and are faster.
-    Plans that recompute do so as little as the memory allows; stages are balanced by time; blocks
-    of zero3 stay whole where there is room.
+    """The plans, and changed ones of the best that fit and are faster: plans that recompute do so
+    as little as the memory allows, and stages are balanced by time.
     """
 
     def uneven(candidate: Candidate) -> Candidate:
         return with_uneven_stages(candidate, costs.model, costs.cluster)
 
-    changes: list[tuple[Callable[[Plan], object], Callable[[Candidate], Candidate]]] = [
-        (lambda plan: plan.recompute, costs.with_budget),
-        (lambda plan: plan.pipeline, uneven),
-        (lambda plan: plan.row == "zero3" and not plan.pipeline, costs.with_whole_blocks),
-    ]
-    for applies, changed in changes:
-        best = [each for each in ranked if applies(each.plan)][:REFINED]
+    for word, changed in (("recompute", costs.with_budget), ("pipeline", uneven)):
+        best = [each for each in ranked if getattr(each.plan, word)][:REFINED]
         found = [costs.faster(each, changed) for each in best]
         ranked = sorted([*ranked, *filter(None, found)], key=lambda each: each.seconds)
     return ranked
