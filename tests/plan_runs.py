@@ -411,20 +411,19 @@ def run_of(on_ranks: OnRanks, text: str) -> Run:
     """The run of a plan on ranks that `on_ranks` provides."""
     proof = Proof(text)
     expected = trained_alone(*proof.oracle, device_of(on_ranks))
-    saved_alone = checkpoint(proof.kind, proof.precision)
-    told = foretell(proof, expected, on_ranks)
-    ranks = on_ranks(proof.plan.size, train_and_go_on, proof, expected, told, *saved_alone)
-    return Run(proof, ranks, expected)
+    return Run(proof, on_ranks_of(on_ranks, proof, expected), expected)
 
 
 @cache
 def run_in_16_bits(on_ranks: OnRanks, text: str) -> Run:
     """The run of a plan in 16 bits, and the same in one process in fp32."""
     proof = Proof(text)
-    expected, saved_alone = (
-        Expected(loads=[()] * (STEPS + 1)),
-        checkpoint(proof.kind, proof.precision),
-    )
-    told = foretell(proof, expected, on_ranks)
-    ranks = on_ranks(proof.plan.size, train_and_go_on, proof, expected, told, *saved_alone)
+    ranks = on_ranks_of(on_ranks, proof, Expected(loads=[()] * (STEPS + 1)))
     return Run(proof, ranks, trained_alone(proof.kind, "fp32", device_of(on_ranks)))
+
+
+def on_ranks_of(on_ranks: OnRanks, proof: Proof, expected: Expected) -> list[Trained]:
+    """What the ranks give, each with its predictions and with what one process saved."""
+    saved_alone = checkpoint(proof.kind, proof.precision)
+    told = foretell(proof, expected, on_ranks)
+    return on_ranks(proof.plan.size, train_and_go_on, proof, expected, told, *saved_alone)

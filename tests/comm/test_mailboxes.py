@@ -22,13 +22,8 @@ from shardwise.comm.ledger import Ledger, Line
 from shardwise.comm.torch_links import TorchLinks
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import InputError
-from shardwise.core.mesh import Mesh
+from tests.comm.test_move import all_ranks
 from tests.pool import CPU, run_gloo
-
-
-def all_ranks(world: World, name: str = "dp") -> Axis:
-    """An axis of all ranks with a ledger of its own."""
-    return world.on(Mesh(((name, world.size),))).axis(name)
 
 
 def gloo_of(axis: Axis) -> Gloo:

@@ -34,7 +34,7 @@ IDS = ["threads2", "threads3", "gloo2", "gloo4"]
 on_worlds = pytest.mark.parametrize(("run", "ranks"), WORLDS, ids=IDS)
 
 
-def counted_axis(world: World, name: str = "dp") -> Axis:
+def all_ranks(world: World, name: str = "dp") -> Axis:
     """An axis of all ranks with a ledger of its own."""
     return world.on(Mesh(((name, world.size),))).axis(name)
 
@@ -80,7 +80,7 @@ def all_moves(world: World) -> list[str]:
     """Moves that change the value, or whose backward or price is not what it should be."""
     wrong = []
     for src, dst in MOVES:
-        axis = counted_axis(world)
+        axis = all_ranks(world)
         x, y = part(src, axis, 1).requires_grad_(), part(dst.dual, axis, 2)
         out = move(x, axis, src, dst)
         before = axis.ledger.lines
@@ -253,7 +253,7 @@ def test_nothing_lives_longer_than_its_exchange(numel: int):
 
 def summed(world: World, numel: int) -> tuple[bool, int]:
     """Whether doubles are summed exactly, and how many elements a rank received for it."""
-    axis = counted_axis(world)
+    axis = all_ranks(world)
     own = (torch.arange(numel, dtype=torch.float64) + world.rank).view(-1, 5)
     before, n = own.clone(), world.size
     total = begin_sum(own, axis).wait()
@@ -282,7 +282,7 @@ def mine(rank: int, dtype: torch.dtype, *shape: int) -> Tensor:
 
 def by_name(world: World, dtype: torch.dtype) -> list[bool]:
     """Reductions, copies, and messages in a ring, of which every other rank receives first."""
-    axis, n, rank = counted_axis(world), world.size, world.rank
+    axis, n, rank = all_ranks(world), world.size, world.rank
     every = [mine(r, dtype, 3, 2 * n) for r in range(n)]
     x, good = every[rank].clone(), list[bool]()
     total = torch.stack(every).sum(0).to(dtype)
@@ -354,7 +354,7 @@ def received(xs: list[Tensor], table: list[list[int]], rank: int) -> Tensor:
 
 def exchanged(world: World, name: str, width: int) -> tuple[bool, bool, bool]:
     """Values, gradients and bytes of an exchange against one process."""
-    axis, rank, table = counted_axis(world, "ep"), world.rank, counts(name, world.size)
+    axis, rank, table = all_ranks(world, "ep"), world.rank, counts(name, world.size)
     back = [list(line) for line in zip(*table, strict=True)]
     xs, ys = rows(table, width), rows(back, width)
     x = xs[rank].clone().requires_grad_()

@@ -24,7 +24,8 @@ from shardwise.core.errors import InputError
 from shardwise.core.layouts.layout import I, P, R, S
 from shardwise.engine.optimizer.optimizer_spec import SGD
 from shardwise.engine.parallelize import parallelize
-from tests.comm.test_mailboxes import all_ranks, gloo_of
+from tests.comm.test_mailboxes import gloo_of
+from tests.comm.test_move import all_ranks
 from tests.pool import CPU, run_gloo, run_threads
 
 # --- the pool of communication buffers ------------------------------------------------------------

@@ -151,10 +151,6 @@ def build(world: World, task: Task, case: Case) -> Engine:
     )
 
 
-def foreseen(world: World, task: Task, case: Case) -> Predictor:
-    return predictor(world.rank, world.size, task, case)
-
-
 def predictor(rank: int, ranks: int, task: Task, case: Case, kernels: Kernels = "cpu") -> Predictor:
     options = options_of(task, case, kernels)
     return Predictor(task.make(), case.plan, options, rank=rank, ranks=ranks)

@@ -11,7 +11,7 @@ from torch.nn import functional
 from shardwise.engine.engine import Engine
 from tests.engine.cases import Task, rows_task, settled, vectors
 from tests.engine.tensors import ADAMW
-from tests.engine.zoo import Stack, make
+from tests.engine.zoo import Stack
 
 #: Eight rows and one more: of the numbers of microbatches only three divides them.
 ROWS = 9
@@ -207,7 +207,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "outside": partial(made, Outside),
     "used first": partial(made, Half, "first"),
     "used last": partial(made, Half, "last"),
-    "twice": partial(make, "twice"),
     "writes to the batch": chain(Writes, plain),
 }
 

@@ -22,21 +22,12 @@ from tests.engine.zoo import make
 from tests.pool import run_gloo, run_threads
 
 
-def few_rows(step: int) -> dict[str, Tensor]:
-    """Two rows for four ranks: two of them have none."""
-    return text(step, rows=2)
-
-
 def few_tokens(step: int) -> dict[str, Tensor]:
     """Eight rows, of which the last two have one token, and the two before them none at all."""
     batch = text(step, rows=8)
     batch["targets"][4:] = -100
     batch["targets"][7, step] = 5
     return batch
-
-
-def poisoned(step: int) -> tuple[Tensor, Tensor]:
-    return vectors(step, rows=3)
 
 
 def hostile(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -46,9 +37,11 @@ def hostile(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 UNEVEN = {
-    "ranks without rows": Task(batch=few_rows),
+    "ranks without rows": Task(batch=partial(text, rows=2)),
     "ranks without tokens": Task(batch=few_tokens),
-    "not a number on a stand-in": Task(partial(make, "sequential"), poisoned, hostile, None),
+    "not a number on a stand-in": Task(
+        partial(make, "sequential"), partial(vectors, rows=3), hostile, None
+    ),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import shardwise as sw
 from shardwise.comm.tiers.disk import THREADS, DiskError, Used
@@ -39,6 +39,7 @@ from tests.engine.cases import (
 )
 from tests.engine.pipelines import task as layers
 from tests.engine.tensors import Held, assert_parity, holds, mine
+from tests.engine.zoo import dims
 from tests.pool import run_threads
 
 TASK = Task()
@@ -58,26 +59,16 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> list[str]:
     return made
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)), nn.Tanh())
-        self.scale = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x) * self.scale
-
-
 @pytest.mark.parametrize("words", ["offload:optim@disk", "offload:param@disk"])
 def test_a_checkpoint_while_the_disk_writes(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Saving and `sw.full_state_dict` wait for the disk; a parameter without dims is loaded too."""
-    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x, _ = vectors(0)
     options: dict[str, Any] = {"loss": squares, "least_unit_bytes": 1}
     plain, engine, again = (
         sw.parallelize(
-            settled(Scaled()),
+            dims(),
             f"{plan} fp64",
             alone(),
             optimizer=sw.AdamW(lr=1e-2),

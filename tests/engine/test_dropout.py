@@ -242,15 +242,11 @@ def test_dropout_does_not_depend_on_where_a_stage_is():
 def masks(world: World, plan: str) -> list[tuple[bool, ...]]:
     """What each dropout of this rank left in two steps; ranks have one random state."""
     torch.manual_seed(5)
-    engine, found = build(world, DROPPING, Case(f"{plan} fp64", **SGD)), list[tuple[bool, ...]]()
-    for module in engine.model.modules():
-        if isinstance(module, nn.Dropout):
-            module.register_forward_hook(
-                lambda _, __, y: found.append(tuple((y != 0).flatten().tolist()))
-            )
+    engine = build(world, DROPPING, Case(f"{plan} fp64", **SGD))
+    found = note_masks(engine.model)
     for step in range(2):
         engine.step(mine(engine, DROPPING.batch(step)))
-    return found
+    return [tuple(mask.flatten().tolist()) for masks in found.values() for mask in masks]
 
 
 def test_no_two_masks_are_alike():

@@ -15,8 +15,17 @@ from shardwise.core.plan.plan import Plan
 from shardwise.models import gpt
 from shardwise.techniques.layers.apply import exchange_of
 from shardwise.techniques.layers.exchange import Redistributed
-from tests.engine.cases import Case, Task, regression, settled, small_gpt, text
-from tests.engine.tensors import equals_one
+from tests.engine.cases import (
+    Case,
+    Task,
+    build,
+    regression,
+    rows_task,
+    settled,
+    small_gpt,
+    text,
+)
+from tests.engine.tensors import equals_one, mine
 from tests.pool import run_gloo, run_threads
 from tests.verify import micro
 
@@ -105,14 +114,11 @@ class Dropping(nn.Module):
 def dropped(world: World) -> Tensor:
     """The biases that ranks of a mesh compute redundantly, after three steps with dropout."""
     torch.manual_seed(world.rank)
-    model = settled(Dropping())
-    plan = "dp2 fp64 | blocks.*,drop.*: tp2"
-    engine = sw.parallelize(model, plan, world, optimizer=sw.SGD(lr=0.1), loss=micro.error)
+    work = rows_task(lambda: settled(Dropping()))
+    engine = build(world, work, Case("dp2 fp64 | blocks.*,drop.*: tp2"))
     for step in range(3):
-        x, y = micro.vectors(4, step)
-        engine.step((x.chunk(2)[world.rank], y.chunk(2)[world.rank]))
-    bias = dict(model.named_parameters())["blocks.0.down.bias"]
-    return bias.detach().clone()
+        engine.step(mine(engine, work.batch(step)))
+    return engine.model.get_parameter("blocks.0.down.bias").detach().clone()
 
 
 def test_dropout_is_equal_on_the_ranks_of_a_mesh():
@@ -136,19 +142,10 @@ class Norming(nn.Module):
         return self.b(h / size)
 
 
-def normed(world: World, plan: str) -> list[float]:
-    engine = sw.parallelize(
-        settled(Norming()), plan, world, optimizer=sw.SGD(lr=0.1), loss=micro.error
-    )
-    batches = (tree_map(lambda x: x.chunk(2)[world.rank], micro.vectors(4, s)) for s in range(3))
-    whole = (micro.vectors(4, s) for s in range(3))
-    return [engine.step(batch).loss for batch in (batches if world.size > 1 else whole)]
-
-
 def test_a_value_read_under_no_grad():
     """Code that reads a layer's output under no_grad first does not cut its gradient."""
-    found = run_threads(2, normed, "dp2 fp64 | a: tp2")
-    assert found[0] == pytest.approx(run_threads(1, normed, "fp64")[0], rel=1e-10)
+    work = rows_task(lambda: settled(Norming()))
+    equals_one(run_threads, work, Case("dp2 fp64 | a: tp2"))
 
 
 # --- models and layers that do not fit their plans, each refused with a remedy -------------------

@@ -18,7 +18,7 @@ from shardwise.core.plan.plan import Plan
 from shardwise.engine.engine import Engine
 from shardwise.observe.meter import Meter
 from shardwise.techniques.data import apply as shard
-from shardwise.techniques.data.apply import driver_of, flats_of
+from shardwise.techniques.data.apply import flats_of
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.offload.word import parse
 from shardwise.verify.oracles.oracle import Oracle
@@ -26,6 +26,7 @@ from shardwise.verify.oracles.oracles import oracles_of
 from tests.engine.cases import Case, Task, build, difference, oracle, ranks_of
 from tests.engine.loops import rows
 from tests.engine.tensors import Held, assert_parity, full_parameters, mine
+from tests.engine.test_wrapped import data_of
 from tests.engine.zoo import make
 from tests.pool import run_threads
 
@@ -165,9 +166,7 @@ def test_weights_go_to_the_device_unit_by_unit(plan: str, monkeypatch: pytest.Mo
 def resting(world: World, asked: Any) -> tuple[set[str], int, set[str]]:
     """After a backward pass: the tiers of shards and gradients, whole bytes, copies so far."""
     model = sw.FSDP(make("stack").double(), world=world, units=1, cpu_offload=asked)
-    data = driver_of(model)
-    assert data is not None
-    flats = flats_of(data.units.order)
+    flats = flats_of(data_of(model).units.order)
     model(rows(0, world.rank)).square().mean().backward()
     held = [x.detach() for p in model.parameters() for x in (p, p.grad) if x is not None]
     tiers, whole = flats[0].tiers, sum(flat.full.untyped_storage().nbytes() for flat in flats)

@@ -77,7 +77,6 @@ CASES = [
     # two blocks are two layers, however often they are gone through: two stages at most
     *((plan, "repeated", ADAMW) for plan in ("pp2 1f1b:3", "pp2 dp2 zero2 zb-h1:4")),
     *(("pp2 1f1b:3", f"used {end}", ADAMW) for end in ("first", "last")),
-    ("pp2 dp2 zero3 1f1b:2", "twice", ADAMW),
     *((plan, "writes to the batch", SGD) for plan in ("pp2 gpipe:1", "pp2 interleaved:2x2")),
     *((plan, "no tokens", ADAMW) for plan in ("pp2 zb-h1:8", "pp2 dp2 zero2 gpipe:4")),
 ]

@@ -24,7 +24,7 @@ from shardwise.observe.meter import Meter
 from shardwise.techniques.recompute.checkpointed import FULL, SELECTIVE, recompute
 from shardwise.techniques.recompute.choice import chosen
 from shardwise.techniques.recompute.kept import Generators, Inputs
-from tests.engine.cases import Case, build, foreseen, rows_task, settled, small_gpt
+from tests.engine.cases import Case, build, predictor, rows_task, settled, small_gpt
 from tests.engine.tensors import gpt_task, mine
 from tests.engine.zoo import Stack
 from tests.pool import run_threads
@@ -75,7 +75,7 @@ SUM_BYTES = 8  # the double to which losses are added; another where tensor rank
 def on_tiers(world: World, plan: str) -> list[dict[str, int]]:
     """Of a second step, measured and predicted: kept by tier at the loss, fetched, peak."""
     task, case = gpt_task("untied", rows=8), Case(f"{plan} fp64")
-    engine, theory = build(world, task, case), foreseen(world, task, case)
+    engine, theory = build(world, task, case), predictor(world.rank, world.size, task, case)
     engine.step(mine(engine, task.batch(0)))
     batch, meter, at_loss = mine(engine, task.batch(1)), Meter(engine), dict[str, int]()
     own, loss = {x.untyped_storage()._cdata for x in batch.values()}, engine.passes.objective

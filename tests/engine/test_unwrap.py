@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.transport import Lease
 from shardwise.comm.world import World
-from shardwise.techniques.data.apply import driver_of
 from tests.engine.cases import refusal, settled, squares
 from tests.engine.loops import rows, wrap
+from tests.engine.test_wrapped import data_of
 from tests.engine.zoo import Buffered, make
 from tests.pool import run_gloo, run_threads
 
@@ -127,9 +127,7 @@ def test_unwrap_gives_a_pipe_s_module_back():
 def at_the_end(world: World) -> list[torch.Size]:
     """The shapes of the parameters when the module's groups are given back."""
     model, shapes = wrap("FULL_SHARD", make("stack").double(), world), list[torch.Size]()
-    data = driver_of(model)
-    assert data is not None
-    (lease,) = (one for one in data.handles if isinstance(one, Lease))
+    (lease,) = (one for one in data_of(model).handles if isinstance(one, Lease))
     lease.remove = lambda: shapes.extend(p.shape for p in model.parameters())
     sw.unwrap(model)
     return shapes
@@ -192,9 +190,7 @@ def copied(world: World, way: str) -> dict[str, bool]:
 
 
 def world_bytes(model: nn.Module) -> int:
-    data = driver_of(model)
-    assert data is not None
-    ledger = data.consensus.axes[1].ledger
+    ledger = data_of(model).consensus.axes[1].ledger
     return sum(tally.sent_bytes for tally in ledger.lines.values())
 
 

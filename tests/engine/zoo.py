@@ -174,28 +174,22 @@ def unwrapped(out: Any, how: str) -> Tensor:
     return inputs[how]()
 
 
-class Recomputed(nn.Module):
+class Recomputed(Stack):
     """Checkpointing: around each block, around a part of each, or around all of them."""
 
     def __init__(self, where: str, reentrant: bool) -> None:
-        super().__init__()
+        inner = Block if where != "inside" else lambda: Inside(reentrant)
+        super().__init__(*[inner() for _ in range(3)])
         self.where, self.reentrant = where, reentrant
         self.first = nn.Linear(6, 6)
-        inner = Block if where != "inside" else lambda: Inside(reentrant)
-        self.blocks = nn.ModuleList(inner() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
         if self.where == "all":
-            return checkpoint(self.run, x, use_reentrant=self.reentrant)
+            return checkpoint(super().forward, x, use_reentrant=self.reentrant)
         for block in self.blocks:
             around = self.where == "around"
             x = checkpoint(block, x, use_reentrant=self.reentrant) if around else block(x)
-        return x
-
-    def run(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
         return x
 
 

@@ -26,20 +26,17 @@ from shardwise.techniques.expert.gate import GATES
 from shardwise.techniques.expert.moe_layer import ExpertPlace
 from shardwise.techniques.expert.routing import GlobalBatch
 from shardwise.techniques.tensor.source import table_of
-from tests.engine.cases import CONFIG, Case, Task, build, difference, oracle, ranks_of
-from tests.engine.tensors import ADAMW, assert_counted, assert_parity, mine, train
+from tests.engine.cases import CONFIG, Case, Task, build, difference
+from tests.engine.tensors import ADAMW, holds, mine
 from tests.expert import moe
 from tests.pool import run_gloo, run_threads
 
 F64 = torch.float64
 
 
-def holds(task: Task, plan: str, run: Any = run_threads, one_rank: Any = train) -> None:
+def as_one(task: Task, plan: str, run: Any = run_threads) -> None:
     """Three steps, ranks begin with different weights, gradients are clipped: as one process."""
-    case = Case(f"{plan} fp64", clip=0.5, seeds=True, **ADAMW)
-    found = run(ranks_of(plan), one_rank, task, case)
-    assert_parity(found, oracle(task, case), 1e-10)
-    assert_counted(found)
+    holds(run, task, Case(f"{plan} fp64", clip=0.5, seeds=True, **ADAMW))
 
 
 GATED = [
@@ -63,7 +60,7 @@ GATED = [
 @pytest.mark.parametrize(("name", "plan", "rows"), GATED)
 def test_every_gate(name: str, plan: str, rows: int):
     """With few rows, on the tensor axis, in stages and in recomputations too."""
-    holds(moe.task(name, 1.0, rows=rows), plan)
+    as_one(moe.task(name, 1.0, rows=rows), plan)
 
 
 def library_task(name: str, rows: int) -> Task:
@@ -94,7 +91,7 @@ def batch(name: str, rows: int, step: int) -> dict[str, Tensor]:
 )
 def test_experts_of_transformers(name: str, plan: str, rows: int):
     """Losses, gradients, weights and bytes are as foreseen; with 2 rows, two ranks have none."""
-    holds(library_task(name, rows), plan, run_gloo)
+    as_one(library_task(name, rows), plan, run_gloo)
 
 
 def outputs(world: World, task: Task, batch: dict[str, Tensor]) -> Tensor:

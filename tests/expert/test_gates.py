@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
@@ -25,6 +24,7 @@ from shardwise.techniques.expert.moe_layer import MoE
 from shardwise.techniques.expert.routing import GlobalBatch, queues
 from shardwise.train.config_sections import ModelSection
 from shardwise.train.sizes import model_sizes
+from tests.parallel.test_stage import Largest
 from tests.pool import run_threads
 
 F64 = torch.float64
@@ -109,15 +109,6 @@ def test_balanced_clusters_are_chosen_in_turn(experts: int, n: int, most: int, s
     assert found.tolist() == in_turn(distances.tolist())
 
 
-class Largest(TorchDispatchMode):
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        self.elements = max(self.elements, made.numel() if isinstance(made, Tensor) else 0)
-        return made
-
-
 def clustered(world: World, features: Tensor, shares: list[int]) -> None:
     """Features that several ranks share have the clusters of one process."""
     batch = GlobalBatch((world.on(Mesh.parse(f"dp{world.size}")).axis("dp"),))
@@ -133,7 +124,7 @@ def test_clusters():
     features = centres.repeat(10, 1) + 0.1 * logits_of(30, 2)
     with Largest() as largest:
         centroids, clusters = hard.balanced_clusters(features, 3, ALONE, seed=1)
-    assert largest.elements == 30 * 3
+    assert largest.size == 30 * 3 * F64.itemsize
     assert clusters.bincount().tolist() == [10, 10, 10]
     assert torch.equal(hard.nearest(features, centroids), clusters)
     assert all(len(set(clusters[g::3].tolist())) == 1 for g in range(3))

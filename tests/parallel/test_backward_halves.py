@@ -149,16 +149,14 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
         a=linear,
         **dict.fromkeys("vw", weight),
     ),
-    "recomputed": stage(
-        partial(again, reentrant=False),
-        **dict.fromkeys("abc", linear),
-        norm=lambda: nn.LayerNorm(WIDTH),
-    ),
-    "recomputed, reentrant": stage(
-        partial(again, reentrant=True),
-        **dict.fromkeys("abc", linear),
-        norm=lambda: nn.LayerNorm(WIDTH),
-    ),
+    **{
+        f"recomputed{how}": stage(
+            partial(again, reentrant=bool(how)),
+            **dict.fromkeys("abc", linear),
+            norm=lambda: nn.LayerNorm(WIDTH),
+        )
+        for how in ("", ", reentrant")
+    },
     "recomputed branch": stage(branch_again, a=linear, w=weight),
     "embedding": stage(
         lambda m, x: m.a(x + m.e(torch.arange(ROWS))), a=linear, e=lambda: nn.Embedding(5, WIDTH)

@@ -25,13 +25,13 @@ from shardwise.techniques.pipeline.runtime import AHEAD, run
 from shardwise.techniques.pipeline.stage_io import Spec
 from tests.core.schedule.schedules import allowed
 from tests.engine.cases import Case, build, rows_task, settled, vectors
+from tests.engine.pipelines import stack
 from tests.engine.tensors import equals_one, mine
 from tests.pool import run_gloo, run_threads
 
 
 def deep(width: int = 6) -> nn.Module:
-    pairs = [(nn.Linear(width, width), nn.Tanh()) for _ in range(8)]
-    return settled(nn.Sequential(*[module for pair in pairs for module in pair]))
+    return settled(stack(width=width))
 
 
 def batch(step: int, rows: int = 16, width: int = 6) -> tuple[Tensor, Tensor]:

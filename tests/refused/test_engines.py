@@ -79,12 +79,10 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     *(({"clip": bad}, f"clip={bad}.*None for no bound") for bad in (0, -1.0, float("nan"), True)),
     ({"seed": "x"}, "seed='x'.*whole number from 0 to"),
     ({"prefetch": -1}, "prefetch=-1"),
-    ({"units": "layers.*"}, "matches no module"),
     ({"fill": 3}, "fill=3.*a function of name and tensor"),
     ({"fill": lambda t: t}, "fill=<lambda>, which cannot be called like this"),
     ({"fill": lambda _, t: t.zero_()}, r'fill= for a .* whose weights exist.*device\("meta"\)'),
     ({"seed": 3}, "seed=3 for a .* whose weights exist"),
-    ({"table": {"0": "foo"}}, "foo"),
 ]
 #: Calls with a model, which stays as it is.
 MODELS: list[tuple[Callable[[nn.Module], Any], str]] = [

@@ -15,7 +15,7 @@ from shardwise.core.plan.plan import Plan
 from shardwise.engine.checks import hint
 from shardwise.models.trainable import Loss, Trainable
 from shardwise.techniques.tensor import first_step
-from tests.engine.cases import settled
+from tests.engine.cases import settled, squares
 from tests.pool import run_gloo, run_threads
 from tests.verify.test_command import shortly
 
@@ -142,12 +142,8 @@ def test_a_result_that_stays_sharded_is_refused_by_torch_with_a_note():
 
     said = "(?s)shapes cannot be multiplied.*a colwise without the rowwise that takes its result"
     with pytest.raises(RankError) as error:
-        shortly("tp2 fp64", Trainable("halved", halved, squared, numbers))
+        shortly("tp2 fp64", Trainable("halved", halved, squares, numbers))
     assert re.search(said, with_notes(error.value))
-
-
-def squared(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).square().mean()
 
 
 def numbers(rows: int, seed: int) -> Tensor:
@@ -174,19 +170,27 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
     return (model(x) - x).square().mean()
 
 
-def trained(
+X = torch.arange(4.0 * WIDTH).view(4, WIDTH).sin()
+
+
+def engine_of(
     world: World, plan: str, length: bool, derived: bool = True, device: str = "cpu"
-) -> list[float]:
-    """The losses of two steps under a derived table; `derived` False: taken as the user's own."""
-    x = torch.arange(4.0 * WIDTH).view(4, WIDTH).sin()
+) -> sw.Engine:
+    """An engine with a derived table; `derived` False: taken as the user's own."""
     with torch.device(device):
         model = Pair(length)
-    table = sw.derive_table(model, x, 2, loss).table
+    table = sw.derive_table(model, X, 2, loss).table
     assert table.derived
     table = replace(table, derived=derived)
     engine = sw.parallelize(model, plan, world, optimizer=sw.SGD(lr=0.1), loss=loss, table=table)
-    engine.model.eval()
-    return [engine.step(x).loss for _ in range(2)]
+    engine.model.eval()  # threads share the generator that dropout draws from
+    return engine
+
+
+def trained(*of) -> list[float]:
+    """The losses of two steps."""
+    engine = engine_of(*of)
+    return [engine.step(X).loss for _ in range(2)]
 
 
 @pytest.mark.parametrize("derived", [True, False])
@@ -227,14 +231,9 @@ def test_the_comparison_costs_nothing_in_later_steps():
     """Its bytes are those of the first step, and its copies are gone after it."""
 
     def steps(world: World) -> tuple[list[int], bool]:
-        x = torch.arange(4.0 * WIDTH).view(4, WIDTH).sin()
-        model = Pair(length=False)
-        table = sw.derive_table(model, x, 2, loss).table
-        engine = sw.parallelize(model, "tp2", world, loss=loss, table=table)
-        sent = []
-        engine.model.eval()  # threads share the generator that dropout draws from
+        engine, sent = engine_of(world, "tp2", False), list[int]()
         for _ in range(3):
-            engine.step(x)
+            engine.step(X)
             compared = (t.sent_bytes for k, t in engine.sent().items() if k.phase == "compare")
             sent.append(sum(compared) - sum(sent))
             assert not any(k.phase == "compare" for k in engine.last)
