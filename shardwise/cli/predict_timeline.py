@@ -82,7 +82,11 @@ class StepMemory(NamedTuple):
     def show(self, console: Console) -> None:
         console.print(peaks(self.series))
         if self.allocator:
-            print_allocator(self.allocator, console)
+            table = Table("CUDA's allocator, at most", "bytes", "of reserved")
+            reserved = max(1, self.allocator["reserved_bytes"])
+            for name, count in self.allocator.items():
+                table.add_row(name, f"{count:,}", f"{count / reserved:.1%}")
+            console.print(table)
 
 
 def predicted_step(
@@ -153,13 +157,6 @@ def _allocator(device: "torch.device") -> dict[str, int]:
 def _event(title: str, event: Event) -> dict[str, Any]:
     """The fields of an event; a prediction has no peak between events."""
     return {k: v for k, v in event._asdict().items() if k != "peak" or title == "measured"}
-
-
-def print_allocator(found: dict[str, int], console: Console) -> None:
-    table = Table("CUDA's allocator, at most", "bytes", "of reserved")
-    for name, count in found.items():
-        table.add_row(name, f"{count:,}", f"{count / max(1, found['reserved_bytes']):.1%}")
-    console.print(table)
 
 
 def peaks(series: Sequence[Series]) -> Table:

@@ -88,14 +88,18 @@ def _search(task: SearchTask, why: str | None, *, as_json: bool) -> None:
     from shardwise.prediction.cluster import cluster_of
 
     cluster = cluster_of(task.cluster)
-    plan = None if why is None else _asked(why, task.ranks)
+    plan = None if why is None else Plan.parse(why)
+    if plan is not None:
+        require(plan, task.ranks)
+        plan = plan.completed(task.ranks)
     run = configured(task.config, "dp1 bf16", task.model)
     trainable, options, sample = _model(run, task.sequence)
     rows = task.batch or run.batch or task.ranks
     known = plan and _prediction(trainable, options, plan, rows, task.sequence)
     with signs_of_life(lambda: f"plans of {run.name} on {task.ranks} ranks"):
         found = search(trainable.plain(), cluster, task.ranks, sample, rows=rows, options=options)
-    measured = _measured(found, task)
+    best = found.ranked[: task.measure or 0]
+    measured = measure_plans(best, task.config, task.model, task.sequence) if best else []
     if as_json:
         told: dict[str, Any] = {} if known is None else {"why": found.why(known)}
         told |= {"measured": [each.as_json() for each in measured]} if measured else {}
@@ -109,18 +113,6 @@ def _search(task: SearchTask, why: str | None, *, as_json: bool) -> None:
     if found.best is None:
         raise _nothing(found, run.name)
     _show(found, task, run.name, measured)
-
-
-def _measured(found: "SearchResult", task: SearchTask) -> "list[MeasuredPlan]":
-    if task.measure is None or found.best is None:
-        return []
-    return measure_plans(found.ranked[: task.measure], task.config, task.model, task.sequence)
-
-
-def _asked(text: str, ranks: int) -> Plan:
-    plan = Plan.parse(text)
-    require(plan, ranks)
-    return plan.completed(ranks)
 
 
 def _model(run: Any, sequence: int | None) -> "tuple[Trainable, EngineOptions, Any]":

@@ -12,7 +12,6 @@ A prediction records the model's own pass, and takes its memory from dry runs (o
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -86,7 +85,7 @@ class PlanCosts:
     """The memory and the time of plans. What many plans have in common is computed once."""
 
     def __init__(self, model: "SearchedModel", cluster: Cluster) -> None:
-        self.model, self.cluster = model, cluster
+        self.model, self.cluster, self.room = model, cluster, cluster.device.memory_bytes
         self.rows = dict[object, ModelCosts | InputError]()
         self.known = dict[Candidate, RankedPlan | RefusedPlan]()
 
@@ -143,7 +142,7 @@ class PlanCosts:
                 ]
                 peak_bytes = max(peak_bytes, _sum(copies, [each.device_peak for each in found]))
                 kept_bytes = max(kept_bytes, _sum(copies, [each.activations for each in found]))
-                if (over := self.over(int(peak_bytes))) > 0:
+                if (over := int(peak_bytes) - self.room) > 0:
                     return too_large(candidate, over)
             firsts = [self.model.of(each.plan, rows, depth=each.depth) for each in copies]
             time, sent = self._time(plan, copies, firsts), self._sent(copies, firsts)
@@ -220,38 +219,23 @@ class PlanCosts:
         ends = [rank for rank in (min(found), max(found)) if rank != most]
         return [most, *(rank for rank in ends if found[rank] >= NEAR * found[most])]
 
-    def faster(
-        self, than: RankedPlan, changed: Callable[[Candidate], Candidate]
-    ) -> RankedPlan | None:
-        """The changed plan, if it fits and takes less time."""
-        with suppress(InputError):
-            found = self.ranked(changed(Candidate(than.plan, than.rows)))
-            if isinstance(found, RankedPlan) and found.seconds < than.seconds:
-                return found
-        return None
-
     def with_budget(self, candidate: Candidate) -> Candidate:
         """The plan with the largest budget of activations that fits on its ranks: the memory that
         is free with the last one is added to it, or what is too much taken from it.
         """
         plan, rows = candidate
-        best, room, last = candidate, self.cluster.device.memory_bytes, self.ranked(candidate)
+        best, last = candidate, self.ranked(candidate)
         assert isinstance(last, RankedPlan)
-        budget = last.kept_bytes + room - last.peak_bytes
+        budget = last.kept_bytes + self.room - last.peak_bytes
         for _ in range(BUDGETS):
             own = Candidate(replace(plan, recompute=size_text(budget)), rows)
-            free = room - self.peak_bytes(own)
+            ranks = [_rank_at(own.plan, place) for place in self._places(own)]
+            free = self.room - max(
+                self.model.of(own.plan, rows, rank).device_peak for rank in ranks
+            )
             best = own if free >= 0 else best
             budget += free
         return best
-
-    def peak_bytes(self, candidate: Candidate) -> int:
-        plan, rows = candidate
-        ranks = [_rank_at(plan, place) for place in self._places(candidate)]
-        return max(self.model.of(plan, rows, rank).device_peak for rank in ranks)
-
-    def over(self, peak_bytes: int) -> int:
-        return peak_bytes - self.cluster.device.memory_bytes
 
     def least_bytes(self, candidate: Candidate) -> int:
         """A lower bound of the peak memory, in closed form."""

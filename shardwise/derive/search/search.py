@@ -87,7 +87,7 @@ def _ranked(
         try:
             if wrong := problems(candidate.plan):
                 raise InputError(str(wrong[0]))
-            over = costs.over(costs.least_bytes(candidate))
+            over = costs.least_bytes(candidate) - costs.room
             if over > 0:
                 refused.append(too_large(candidate, over))
             else:
@@ -119,9 +119,11 @@ def _refined(ranked: list[RankedPlan], costs: PlanCosts) -> list[RankedPlan]:
         return with_uneven_stages(candidate, costs.model, costs.cluster)
 
     for word, changed in (("recompute", costs.with_budget), ("pipeline", uneven)):
-        best = [each for each in ranked if getattr(each.plan, word)][:REFINED]
-        found = [costs.faster(each, changed) for each in best]
-        ranked = sorted([*ranked, *filter(None, found)], key=lambda each: each.seconds)
+        for each in [each for each in ranked if getattr(each.plan, word)][:REFINED]:
+            with suppress(InputError):
+                found = costs.ranked(changed(Candidate(each.plan, each.rows)))
+                if isinstance(found, RankedPlan) and found.seconds < each.seconds:
+                    ranked = sorted([*ranked, found], key=lambda each: each.seconds)
     return ranked
 
 

@@ -1,6 +1,6 @@
 """Recomputation in an engine: which modules it recomputes, and where activations rest."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import ge
 from typing import TYPE_CHECKING, Any, Final
 
@@ -41,16 +41,16 @@ def recomputed_modules(
     """The modules that the plan recomputes, by name; `starts` begin the stages of a pipeline."""
     kinds = choice.chosen(model, plan.recompute, blocks(model, units) if plan.recompute else {})
     kinds = _with_layers(model, plan, units, kinds)
-    for name in kinds:
+    _require_one_stage(kinds, starts, f"recompute:{plan.recompute}, which recomputes")
+    return kinds
+
+
+def _require_one_stage(names: Iterable[str], starts: Sequence[str], what: str) -> None:
+    for name in names:
         inside = choice.first_inside(name, starts)
         if inside is not None:
-            raise bad(
-                f"recompute:{plan.recompute}, which recomputes {name}, with a stage that begins "
-                f"inside of it at {inside}",
-                "modules inside one stage",
-                f"a stage that begins at {name}, or recompute:{inside}",
-            )
-    return kinds
+            given = f"{what} {name}, with a stage that begins inside of it at {inside}"
+            raise bad(given, "modules inside one stage", f"a stage that begins at {name}")
 
 
 def _with_layers(
@@ -83,15 +83,7 @@ def on_host(
     found = (
         choice.on_host(model, plan, blocks(model, units), kinds) if plan.activations_on_host else ()
     )
-    for block in found:
-        inside = choice.first_inside(block, starts)
-        if inside is not None:
-            raise bad(
-                f"activations:host, which moves the activations of {block}, with a stage that "
-                f"begins inside of it at {inside}",
-                "blocks inside one stage",
-                f"a stage that begins at {block}",
-            )
+    _require_one_stage(found, starts, "activations:host, which moves the activations of")
     order = [name for name, _ in model.named_modules(remove_duplicate=False)]
     begins = sorted(order.index(start) for start in starts)
     places = ((name, order.index(name)) for name in found)
