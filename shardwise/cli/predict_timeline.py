@@ -80,6 +80,7 @@ class StepMemory(NamedTuple):
         return found | ({"allocator": self.allocator} if self.allocator else {})
 
     def show(self, console: Console) -> None:
+        """Print the peaks of each series, and what CUDA's allocator held."""
         console.print(peaks(self.series))
         if self.allocator:
             table = Table("CUDA's allocator, at most", "bytes", "of reserved")

@@ -105,9 +105,7 @@ class DryRun:
         return x if func._schema.is_mutable and not x.is_meta else NotImplemented
 
     def peaks(self, batch: Any, *, parts: bool = True) -> StepPeaks:
-        """That of a second step; the first one learns the order of units, and makes states.
-        `parts`: the most bytes on the device by category too.
-        """
+        """Those of a second step; the first one learns the order of units, and makes states."""
         with self.running() as engine:
             first, before_update = StepBytes(engine, least=sys.maxsize), list[int]()
             rested, optimizer = first.now, engine.optimizer.torch

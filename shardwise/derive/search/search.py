@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 DOUBLINGS: Final = 6
 #: So many of the best plans are changed, of each kind.
 REFINED: Final = 2
-#: So many plans are predicted at most for each that is asked for, if one fits of those that store
-#: least in closed form.
+#: So many plans are predicted at most for each that is asked for.
 TRIED: Final = 2
+#: Of those that store least in closed form so many are predicted if none of these fits.
 SMALLEST: Final = 4
 
 
@@ -118,13 +118,14 @@ def _refined(ranked: list[RankedPlan], costs: PlanCosts) -> list[RankedPlan]:
     def uneven(candidate: Candidate) -> Candidate:
         return with_uneven_stages(candidate, costs.model, costs.cluster)
 
-    for word, changed in (("recompute", costs.with_budget), ("pipeline", uneven)):
-        for each in [each for each in ranked if getattr(each.plan, word)][:REFINED]:
-            with suppress(InputError):
-                found = costs.ranked(changed(Candidate(each.plan, each.rows)))
-                if isinstance(found, RankedPlan) and found.seconds < each.seconds:
-                    ranked = sorted([*ranked, found], key=lambda each: each.seconds)
-    return ranked
+    changes = (("recompute", costs.with_budget), ("pipeline", uneven))
+    best = [(how, [each for each in ranked if getattr(each.plan, word)]) for word, how in changes]
+    for changed, each in [(how, each) for how, own in best for each in own[:REFINED]]:
+        with suppress(InputError):
+            found = costs.ranked(changed(Candidate(each.plan, each.rows)))
+            if isinstance(found, RankedPlan) and found.seconds < each.seconds:
+                ranked = [*ranked, found]
+    return sorted(ranked, key=lambda each: each.seconds)
 
 
 def _best_whole(
