@@ -48,7 +48,7 @@ class StepNumbers(NamedTuple):
     over, parts    an update multiplies gradients by the first over the tokens and the second
     loss, tokens   the sums over the ranks
     used           the sum of `summary` of consensus.py
-    squares        the sum of squares of the gradients as they are; 0 without `by_norm`
+    squares        the sum of squares of the gradients, for their norm; 0 if it is not needed
     differs        not 0 if ranks that must have the same have not
     """
 

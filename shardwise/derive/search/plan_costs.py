@@ -64,7 +64,7 @@ class RowCosts(NamedTuple):
 
 
 class ModelCosts(NamedTuple):
-    """Those of a model, and of its equal blocks together; the states of each parameter."""
+    """The costs of a model and of its equal blocks; the optimizer states of a parameter."""
 
     whole: RowCosts
     blocks: RowCosts
@@ -172,7 +172,7 @@ class PlanCosts:
 
     def _copies(self, candidate: Candidate) -> list[Copy]:
         """What is predicted in place of a deep model, or the plan itself.  Numbers are linear in
-        the blocks that all stages have less, and in the stages between the first and the last.
+        the number of blocks removed from every stage, and in the number of middle stages.
         """
         plan, blocks = candidate.plan, self.model.blocks
         counts = self._counts(plan)
