@@ -171,7 +171,8 @@ def trained(
     engine: Engine, told: Sequence[Prediction], proof: Proof, expected: Expected
 ) -> Trained:
     """The training of an engine that has run no step."""
-    task, found, meter = proof.task, Trained(), Meter(engine, peaks=False)
+    task, found, host = proof.task, Trained(), engine.recompute.host
+    meter = Meter(engine, peaks=host is not None)
     for step in range(STEPS):
         with meter if step == STEPS - 1 else nullcontext():
             before = engine.ledger.lines
@@ -183,6 +184,10 @@ def trained(
         if "tp" not in proof.text and "cp" not in proof.text:  # whose ranks compare batches
             found.costs = replace(found.costs, hold=found.costs.hold and every == counted)
         note_memory(found, engine, told[step], f"after step {step + 1}")
+    if host is not None and proof.plan.offload is None:  # where activations alone come and go
+        most = {"fetched": host.most_fetched_bytes, "hosted": meter.host_peak["activations"]}
+        found.measured |= most
+        found.predicted |= {"fetched": told[step].fetched, "hosted": told[step].host_activations}
     engine.world.barrier()  # ranks in threads read each other's tensors until here
     gc.collect()
     # under these, versions of weights replace others in each step, which `memory` counts

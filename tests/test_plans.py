@@ -112,6 +112,14 @@ def test_nothing_is_left(run: Run):
     assert [rank.leaks for rank in run.ranks] == [[]] * len(run.ranks)
 
 
+def test_copies_are_equal(run: Run):
+    """What several ranks hold of one tensor is the same on all of them, to the bit."""
+    copies: dict[Any, torch.Tensor] = {}
+    for box in (box for rank in run.ranks for box in rank.state):
+        first = copies.setdefault((box.name, box.offsets, box.sizes), box.tensor)
+        assert torch.equal(first, box.tensor), box.name
+
+
 def test_no_bit_changes_in_16_bits(two: tuple[Run, Run]):
     """Losses, norms, gradients and states under a word are those without it, bit for bit."""
     for one, other in zip(two[0].ranks, two[1].ranks, strict=True):
@@ -157,8 +165,8 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(scaled: Run):
 
 
 def test_costs_in_16_bits(half: Run):
-    """Bytes of every line and memory on every tier are as predicted, and nothing is left."""
-    for fact in (test_bytes, test_memory, test_nothing_is_left):
+    """Bytes of every line and memory on every tier are as predicted; copies are equal."""
+    for fact in (test_bytes, test_memory, test_nothing_is_left, test_copies_are_equal):
         fact(half)
 
 

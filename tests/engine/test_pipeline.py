@@ -1,7 +1,7 @@
-"""Models that only a pipeline meets, what stages send, share and keep, versions, what breaks."""
+"""Models that only a pipeline meets, what stages send, share and keep, what breaks."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,15 +12,11 @@ from torch.utils._pytree import tree_map
 
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RunError
-from shardwise.core.plan.plan import Plan
 from shardwise.core.reduce_order import Act, UnitState
-from shardwise.core.schedule.library import build as schedule_of
-from shardwise.core.schedule.lower import versions
 from shardwise.core.unit_order import CallPlace, UnitOrder
 from shardwise.engine.engine import Engine
 from shardwise.models import gpt
 from shardwise.models.trainable import fill
-from shardwise.techniques.pipeline.pipelined import Pipelined
 from tests.engine.cases import (
     CONFIG,
     Case,
@@ -199,70 +195,6 @@ def test_statistics_are_of_the_microbatch(word: str, make: Callable[[], nn.Modul
     )
     assert any("running_var" in piece.name for piece in wanted)
     assert_pieces(found, {piece.name: piece.values for piece in wanted}, 1e-10)
-
-
-@pytest.mark.parametrize(
-    ("plan", "work", "weight"),
-    [
-        ("pp4 dp2 zero3 gpipe:2 fp32", task("used first"), "first.weight"),
-        ("pp2 1f1b:3 bf16", task("used last"), "first.weight"),
-        ("pp2 1f1b:4 fp32", gpt_task("tied", rows=9), "embed.weight"),
-    ],
-)
-def test_tied_weights_never_diverge(plan: str, work: Task, weight: str):
-    """After five steps of AdamW all copies are equal to the bit, moments and step counts too."""
-    case = Case(plan, clip=0.5, options={"lr": 0.01, "weight_decay": 0.1}, steps=5)
-    copies: dict[tuple[Any, ...], list[Tensor]] = {}
-    ranks = run_threads(ranks_of(plan), states_of, work, case)
-    for piece in (piece for rank in ranks for piece in rank):
-        if piece.name.endswith(weight):
-            key = piece.name, piece.offsets, piece.values.shape
-            copies.setdefault(key, []).append(piece.values)
-    assert {key[0].rpartition("/")[0] for key in copies} >= {"model", "optim/exp_avg", "optim/step"}
-    assert all(len(of_one) > 1 for of_one in copies.values())
-    assert all(torch.equal(x, of_one[0]) for of_one in copies.values() for x in of_one)
-
-
-@dataclass
-class Counted:
-    """A watch that counts the buffers of flat parameters that are in memory."""
-
-    buffers: list[Any]
-    most: int = 0
-
-    def __call__(self, step: Any) -> None:
-        self.most = max(self.most, self.alive())
-
-    def alive(self) -> int:
-        return sum(not torch.UntypedStorage._expired(one) for one in self.buffers)
-
-
-def alive(world: World, plan: str) -> tuple[int, int]:
-    """The most buffers of one flat group at once in a step, and how many are left after it."""
-    run = build(world, rows_task(deep, partial(vectors, rows=16)), Case(f"{plan} fp64"))
-    flat = run.flats[0]
-    seen = Counted([flat.full.untyped_storage()._weak_ref()])
-    renew = flat.renew
-
-    def renewed() -> None:
-        renew()
-        seen.buffers.append(flat.full.untyped_storage()._weak_ref())
-
-    flat.renew = renewed
-    assert isinstance(run.passes, Pipelined)
-    run.passes.watch = seen
-    for step in range(2):
-        run.step(vectors(step, rows=16))
-    return seen.most, seen.alive()
-
-
-@pytest.mark.parametrize("plan", ["pp2 pipedream:8", "pp4 pipedream:8"])
-def test_versions_in_memory(plan: str):
-    """As many versions are in memory at once as the formula says, p-s, and one after the step."""
-    p = Plan.parse(plan).size
-    formula = versions(schedule_of("pipedream:8", p))
-    assert formula == tuple(p - s for s in range(p))
-    assert run_threads(p, alive, plan) == [(count, 1) for count in formula]
 
 
 # --- what breaks ----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from shardwise.techniques.data.apply import driver_of
 from shardwise.techniques.data.outputs import Output
 from tests.engine.cases import difference, settled, squares
 from tests.engine.loops import LOOPS, Loop, Side, adam, rows, wrap
-from tests.engine.zoo import dims, make
+from tests.engine.zoo import Buffered, dims, make
 from tests.pool import run_gloo, run_threads
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "one-technique.md"
@@ -335,6 +335,7 @@ PROGRAMS: dict[str, tuple[Loop, Make, list[str]]] = {
     "aside": (trains(by_side, 2), lambda: settled(Aside()).double(), WAYS[:3]),
     "dims": (by_dims, dims, WAYS[:4]),
     "inference": (inferring, lambda: settled(Normed()).double(), WAYS[:3]),
+    "shared": (inferring, lambda: settled(Buffered()).double(), WAYS[:5]),
     "penalty": (trains(penalised, apart=True), zoo("sequential"), ["DDP"]),
     "vmap": (trains(lambda m, x: torch.vmap(m)(x).square().mean()), zoo("stack"), ["DDP"]),
     "frozen": (trains(squares), zoo("part of each frozen"), WAYS[:3]),
@@ -370,6 +371,7 @@ def assert_program(name: str, how: str, run: Callable[..., list[Any]] = run_thre
     for rank, (state, kept, seen, unwrapped, unwatched) in enumerate(found):
         assert seen == pytest.approx(side.seen, rel=1e-10)
         assert unwatched == (name.removeprefix("gives ") in ("generator", "closure", "weight"))
+        assert rank == 0 or kept == {}
         for values in (state, unwrapped, *([kept] if rank == 0 else [])):
             assert list(values) == list(expected)
             for key, value in values.items():

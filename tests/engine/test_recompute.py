@@ -24,8 +24,7 @@ from shardwise.observe.meter import Meter
 from shardwise.techniques.recompute.checkpointed import FULL, SELECTIVE, recompute
 from shardwise.techniques.recompute.choice import chosen
 from shardwise.techniques.recompute.kept import Generators, Inputs
-from tests.engine.cases import Case, build, predictor, rows_task, settled, small_gpt
-from tests.engine.tensors import gpt_task, mine
+from tests.engine.cases import Case, build, rows_task, settled, small_gpt
 from tests.engine.zoo import Stack
 from tests.pool import run_threads
 from tests.verify.micro import Fused
@@ -68,63 +67,6 @@ def test_an_input_is_not_kept_whole():
 
 
 # --- activations in host memory -----------------------------------------------------------------
-
-SUM_BYTES = 8  # the double to which losses are added; another where tensor ranks compare batches
-
-
-def on_tiers(world: World, plan: str) -> list[dict[str, int]]:
-    """Of a second step, measured and predicted: kept by tier at the loss, fetched, peak."""
-    task, case = gpt_task("untied", rows=8), Case(f"{plan} fp64")
-    engine, theory = build(world, task, case), predictor(world.rank, world.size, task, case)
-    engine.step(mine(engine, task.batch(0)))
-    batch, meter, at_loss = mine(engine, task.batch(1)), Meter(engine), dict[str, int]()
-    own, loss = {x.untyped_storage()._cdata for x in batch.values()}, engine.passes.objective
-
-    def watched(model: Any, part: Any) -> torch.Tensor:
-        found = loss(model, part)
-        meter.now()
-        skipped = own | {found.untyped_storage()._cdata}
-        for tier in ("device", "host"):
-            live = (one for key, one in meter.storages.items() if key not in skipped)
-            at_loss[tier] = sum(
-                one.nbytes() or 0 for one in live if one.place[::2] == ("activations", tier)
-            )
-        return found
-
-    engine.passes.objective = watched
-    host = engine.recompute.host
-    assert host is not None
-    with meter:
-        engine.step(batch)
-    told = theory.of(batch)
-    measured = {"fetched": host.most_fetched_bytes, "peak": meter.host_bytes}
-    predicted = {"fetched": told.fetched, "peak": told.host_activations}
-    assert host.fetched_bytes == 0
-    if "pp" in plan:  # whose microbatches under way the schedule says
-        return [measured, predicted]
-    predicted |= {
-        "device": told.activations + SUM_BYTES * (1 + ("tp" in plan)),
-        "host": told.host_activations,
-    }
-    return [measured | at_loss, predicted]
-
-
-TIERS = [
-    *("dp2 zero3 activations:host", "tp2 sp activations:host recompute:blocks.*.mlp,blocks.1"),
-    *(f"{plan} activations:host recompute:selective" for plan in ("tp2", "dp2 zero3")),
-    *("tp2 sp recompute:partitioned-host", "pp2 gpipe:4 activations:host"),
-    *(f"pp2 {word} activations:host recompute:full" for word in ("1f1b:4", "zb-h1:4")),
-]
-
-
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("plan", TIERS)
-def test_bytes_by_tier(plan: str):
-    """At the loss the device keeps what is outside of blocks, the host the rest, to the byte. The
-    host keeps what a schedule has under way, and a rank fetches two blocks at most.
-    """
-    for measured, predicted in run_threads(2, on_tiers, plan):
-        assert measured == predicted
 
 
 def most(words: str, blocks: int) -> tuple[list[float], int, int]:

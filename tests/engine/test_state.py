@@ -36,7 +36,7 @@ from tests.engine.cases import (
 )
 from tests.engine.loops import adam, rows
 from tests.engine.tensors import ADAMW, full_parameters, gpt_task, mine
-from tests.engine.test_unwrap import WAYS, State, buffered, ranks_under, train, wrapped
+from tests.engine.test_unwrap import State, buffered, wrapped
 from tests.engine.zoo import Buffered, Gated, dims, gated
 from tests.parallel import layers
 from tests.pool import run_gloo, run_threads
@@ -146,57 +146,15 @@ def test_masters_are_what_is_saved(precision: str, tmp_path: Any):
 # --- sw.full_state_dict: what a plain module takes, on rank 0 -------------------------------------
 
 
-def ways(world: World, how: str) -> tuple[State, list[str]]:
-    """The state after two steps, and the keys that this rank's own state_dict has."""
-    module, rank = wrapped(how, buffered(), world), 0 if how == "Pipe" else world.rank
-    train(module, rank, range(2))
-    state = sw.full_state_dict(module)
-    train(module, rank, range(2, 3))  # copies: training goes on
-    with torch.inference_mode():
-        assert not any(x.is_inference() for x in sw.full_state_dict(module).values())
-    return state, list(module.state_dict())
-
-
-def by_hand(how: str, ranks: int) -> nn.Module:
-    """The plain loop; of data ranks' running statistics those are kept that rank 0 made."""
-    plain, ranks = buffered(), 1 if how == "Pipe" else ranks
-    optim = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    for step in range(2):
-        before = {name: b.clone() for name, b in plain.named_buffers()}
-        for rank in reversed(range(ranks)):
-            plain.load_state_dict(before, strict=False)
-            (squares(plain, rows(step, rank)) / ranks).backward()
-        optim.step()
-        optim.zero_grad()
-    return plain
-
-
-@pytest.mark.cases(3)
-@pytest.mark.parametrize("how", ["FULL_SHARD", "Pipe", *WAYS[1:]])
-def test_a_plain_module_takes_the_full_state_of_a_wrapped_one(how: str):
-    """All keys in their order, tied ones twice, buffers too; other ranks have nothing."""
-    (state, keys), *others = run_threads(ranks_under(how), ways, how)
-    plain = by_hand(how, ranks_under(how))
-    expected = plain.state_dict()
-    assert [own for own, _ in others] == [{}] * (ranks_under(how) - 1)
-    assert list(state) == list(expected)
-    if how == "Pipe":
-        assert set(keys) < set(expected)
-    for name, value in state.items():
-        assert (value.device.type, value.dtype) == ("cpu", expected[name].dtype)
-        assert value.shape == expected[name].shape
-        assert difference(value, expected[name]) <= 1e-10, name
-    assert state["leave.weight"] is state["enter.weight"]
-    Buffered().double().load_state_dict(state)
-
-
 def engine_state(world: World, shape: str, plan: str) -> State:
     task = gpt_task(shape)
     engine = build(world, task, Case(plan, **ADAMW))
     for step in range(2):
         engine.step(mine(engine, task.batch(step)))
-    state = sw.full_state_dict(engine)
-    engine.step(mine(engine, task.batch(2)))
+    with torch.inference_mode():
+        state = sw.full_state_dict(engine)
+    assert not any(x.is_inference() for x in state.values())
+    engine.step(mine(engine, task.batch(2)))  # copies: training goes on
     return state
 
 

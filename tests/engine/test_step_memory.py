@@ -151,7 +151,7 @@ EVENTS = [
     *((plan, "deep", {}) for plan in PIPELINES),
     *(("dp2 zero3 fp64", *of) for of in OPTIONS),
     *((f"pp2 dp2 zero3 {word} fp64", "siblings", {}) for word in ("1f1b:4", "zb-h1:4", "zb-v:4")),
-    *((plan, "deep", {"clip": None}) for plan in ("pp2 2bw:4", "pp2 pipedream:4")),
+    *((plan, "deep", {"clip": None}) for plan in ("pp2 pipedream:4", "pp2 2bw:4")),
 ]
 
 
