@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from shardwise.comm.start import connect
 from shardwise.comm.start.connect import meet
 from shardwise.comm.start.rendezvous import Limits, Start, environment, first_host, local_rank
 from shardwise.core.errors import InputError
@@ -177,6 +178,7 @@ def test_two_processes_of_one_rank_are_told():
 def test_each_meeting_at_an_agents_store_is_of_its_own(monkeypatch: pytest.MonkeyPatch):
     """Whoever comes first, no rank reads the id of an earlier meeting, or waits for a dead rank."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(connect, "_LATER_S", 0.5)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     starts = [start(rank, server.port) for rank in range(2)]
     with pytest.raises(InputError, match="and rank 0 did not start"):

@@ -4,7 +4,7 @@ import gc
 import os
 import re
 import time
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -204,6 +204,7 @@ def test_a_disk_that_fails(tmp_path: Path, plan: str):
         assert loss == pytest.approx(wanted.losses[1], rel=1e-10)
 
 
+@cache
 def predicted(plan: Plan, rank: int = 0) -> Prediction:
     rows = share(TASK.batch(0), 0, plan.completed(None).data_size)
     return predict(TASK.make(), plan, rows, rank=rank, loss=TASK.loss, units=1)

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise.comm.tiers.tiers import begin_copy
-from shardwise.comm.world import World, alone
+from shardwise.comm.world import World, alone, traced
 from shardwise.core.tools.hook import collect
 from shardwise.core.zero import PREDICTED, Event, by_tier
 from shardwise.engine.options import EngineOptions
@@ -218,27 +218,21 @@ def test_units_that_read_one_input():
     holds(run_threads, TASKS["siblings"](), Case("pp2 dp2 zero3 zb-h1:4 fp64", **ADAMW))
 
 
-def sizes(world: World, plan: str, shape: str) -> tuple[int, dict[str, int], dict[str, int]]:
-    """The predicted peak; the bytes of each unit, and of those that are whole in all of a stage."""
-    options: dict[str, Any] = {"loss": gpt.loss, "least_unit_bytes": 0}
-    engine = sw.parallelize(deep_gpt(shape, 8), plan, world, tokens=gpt.tokens, **options)
-    batch = mine(engine, text(0, rows=8))
-    told = Predictor(deep_gpt(shape, 8), plan, EngineOptions(**options), rank=world.rank).of(batch)
-    whole = {
-        unit.name: sum(group.plan.padded * group.dtype.itemsize for group in unit.groups)
-        for unit in engine.data.units.order
-    }
-    kept = [unit.name for unit in engine.data.units.order if unit.state.stays]
-    predicted = told.peaks.parts["gathered"]
-    return predicted, whole, {name: whole[name] for name in kept}
-
-
 @pytest.mark.parametrize("shape", ["untied", "tied"])
 def test_the_peak_is_two_blocks_and_the_root(shape: str):
     """Of a stage of four blocks two are whole at once, and the embedding where it is tied."""
-    predicted, whole, around = run_threads(4, sizes, "pp2 dp2 zero3 1f1b:4 fp32", shape)[0]
-    others = {name: count for name, count in whole.items() if name not in around}
-    assert predicted == sum(sorted(others.values())[-2:]) + sum(around.values())
+    options: dict[str, Any] = {"loss": gpt.loss, "least_unit_bytes": 0}
+    plan, world = "pp2 dp2 zero3 1f1b:4 fp32", traced(0, 4)
+    engine = sw.parallelize(deep_gpt(shape, 8), plan, world, tokens=gpt.tokens, **options)
+    theory = Predictor(deep_gpt(shape, 8), plan, EngineOptions(**options))
+    predicted = theory.of(mine(engine, text(0, rows=8))).peaks.parts["gathered"]
+    whole = {
+        unit: sum(group.plan.padded * group.dtype.itemsize for group in unit.groups)
+        for unit in engine.data.units.order
+    }
+    around = sum(count for unit, count in whole.items() if unit.state.stays)
+    others = sorted(count for unit, count in whole.items() if not unit.state.stays)
+    assert predicted == sum(others[-2:]) + around
     assert 1.5 * predicted < sum(whole.values())
     assert bool(around) == (shape == "tied")
 

@@ -110,7 +110,7 @@ def pipe_given_back(world: World) -> dict[str, bool]:
         "values": all(torch.equal(found[key], value) for key, value in whole.items()),
         "objects": {id(p) for _, p in own} & {id(p) for p in model.parameters()} >= held,
         "tie": model.get_parameter("leave.weight") is model.get_parameter("enter.weight"),
-        "tied values": whole["leave.weight"] is whole["enter.weight"],
+        "tied values": whole.get("leave.weight") is whole.get("enter.weight"),
         "plain": all(type(m).__module__ != places for m in model.modules()),
     }
     train(pickle.loads(pickle.dumps(model)), 0, range(1))  # noqa: S301  our own

@@ -311,6 +311,9 @@ def test_dropout_is_set_to_zero_and_the_report_says_so(
 ):
     """A model with dropout holds without it; the note stands under the table, beside the JSON."""
     said = "Dropout (1) was set to 0 on both sides of the comparison"
+    in_process = lambda args, _, *, fork: run_threads(1, prove, *args[:4])  # noqa: E731, ARG005
+    monkeypatch.setattr("shardwise.verify.command._on_new_ranks", in_process)
+    monkeypatch.setattr(memory, "READ_AFTER", (1,))
     found = verify("dp1", f"{own}:drop", 1)
     monkeypatch.setattr("shardwise.cli.verify.verify", lambda *_, **_more: found)
     for json_too in (False, True):
