@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import time
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -205,9 +206,14 @@ def test_a_disk_that_fails(tmp_path: Path, plan: str):
 
 
 @cache
-def predicted(plan: Plan, rank: int = 0) -> Prediction:
+def unbounded(plan: Plan, rank: int) -> Prediction:
     rows = share(TASK.batch(0), 0, plan.completed(None).data_size)
     return predict(TASK.make(), plan, rows, rank=rank, loss=TASK.loss, units=1)
+
+
+def predicted(plan: Plan, rank: int = 0) -> Prediction:
+    """Of a plan without its bound, which changes nothing."""
+    return unbounded(replace(plan, device_memory_bytes=None), rank)
 
 
 def peak_of_two_steps(world: World, plan: str) -> int:
