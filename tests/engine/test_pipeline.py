@@ -1,7 +1,6 @@
-"""Models that only a pipeline meets, what stages send, share and keep, what breaks."""
+"""Models that only a pipeline meets, what stages share and keep, what breaks."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,10 +14,7 @@ from shardwise.core.errors import InputError, RunError
 from shardwise.core.reduce_order import Act, UnitState
 from shardwise.core.unit_order import CallPlace, UnitOrder
 from shardwise.engine.engine import Engine
-from shardwise.models import gpt
-from shardwise.models.trainable import fill
 from tests.engine.cases import (
-    CONFIG,
     Case,
     Task,
     build,
@@ -31,7 +27,6 @@ from tests.engine.cases import (
 )
 from tests.engine.pipelines import ADAMW, MODELS, SGD, Normed, break_in, chain, deep, fragile, task
 from tests.engine.tensors import (
-    Held,
     Piece,
     assert_counted,
     assert_parity,
@@ -131,47 +126,7 @@ def test_a_pipeline_is_cut_in_the_order_of_calls(plan: str):
     equals_one(run_threads, work, Case(f"{plan} fp64", **SGD))
 
 
-# --- what stages send and keep --------------------------------------------------------------------
-
-ROWS = 6
-#: A vocabulary whose weight fills its flat group.
-FOUR = replace(CONFIG, layers=4, vocabulary=40)
-
-
-def four(tied: bool) -> nn.Module:
-    model = gpt.GPT(replace(FOUR, tied=tied))
-    fill(model, seed=3)
-    return model
-
-
-def along(held: Held) -> dict[tuple[str, str], int]:
-    """What the last step sent on the pipeline axis, by kind and phase."""
-    return {(k.kind, k.phase): t.sent_bytes for k, t in held.lines.items() if k.axis == "pp"}
-
-
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("plan", ["pp4 gpipe:2", "pp2 zb-h1:6", "pp2 interleaved:2x2"])
-def test_bytes_are_those_of_the_stream(plan: str, tied: bool):
-    """[B, T, D] forward over each cut and back, whatever the microbatches; a loss; a tied weight. A
-    sum of two ranks' gradients sends as many bytes as the weight has.
-    """
-    work = Task(partial(four, tied), partial(text, rows=ROWS))
-    ranks = run_threads(ranks_of(plan), train, work, Case(f"{plan} fp32"))
-    last, size = len(ranks) - 1, 4
-    stream = ROWS * FOUR.sequence * FOUR.width * size
-    for rank, held in enumerate(ranks):
-        forward, back = int(rank < last), int(rank > 0)
-        if "x2" in plan:  # rank 0 has stages 0 and 2, rank 1 has 1 and 3: three cuts
-            forward, back = (2, 1) if rank == 0 else (1, 2)
-        shares = tied and rank in (0, last)
-        wanted = {
-            ("send", "forward"): forward * stream,
-            ("send", "backward"): back * stream,
-            ("all_reduce", "backward"): shares * FOUR.vocabulary * FOUR.width * size,
-            # the loss, and whether options agree; whether the weight was used
-            ("all_gather", "check"): (2 * last + shares) * 8,
-        }
-        assert along(held) == {line: count for line, count in wanted.items() if count}
+# --- what stages keep -----------------------------------------------------------------------------
 
 
 def states_of(world: World, work: Task, case: Case) -> list[Piece]:

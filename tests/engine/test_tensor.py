@@ -1,6 +1,5 @@
 """Tensor parallelism of models with tables of their own, sequences of several lengths, tiles."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
-from shardwise.models import gpt
 from shardwise.models.trainable import fill
 from tests.engine.cases import (
     Case,
@@ -23,13 +21,11 @@ from tests.engine.cases import (
     rows_task,
     settled,
     small_gpt,
-    text,
     tied_gpt,
 )
 from tests.engine.pipelines import SGD
 from tests.engine.tensors import (
     ADAMW,
-    SMALL,
     Held,
     assert_counted,
     assert_parity,
@@ -97,57 +93,6 @@ def agreed(world: World) -> list[float]:
 def test_the_first_ranks_buffers_are_everyones():
     """Its weights too, as the table of plans proves."""
     assert run_threads(2, agreed) == [[1.0] * 3] * 2
-
-
-# --- bytes of the papers --------------------------------------------------------------------------
-
-
-def eight(step: int) -> dict[str, Tensor]:
-    """Sequences that two and four ranks divide."""
-    return {key: value[:, :8] for key, value in text(step, rows=6).items()}
-
-
-def filling() -> nn.Module:
-    model = gpt.GPT(FILLING)
-    fill(model, seed=3)
-    return model
-
-
-FILLING = replace(SMALL, kv_heads=4, width=32)  # norms fill their groups
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_bytes_are_those_of_the_papers(ranks: int):
-    """Per layer 4 sums of [B, T, D], one for each end, 3 numbers a position for the loss.
-
-    Beside them one double of each rank to each other: whether its gradients are finite; no more.
-
-    Under sp the same total, gathered and scattered, and the gradients of the norms. (arXiv
-    1909.08053, section 3; arXiv 2205.05198, section 4.2.2.)
-    """
-    work, part, size = Task(filling, eight), (ranks - 1) / ranks, 4
-    stream = part * 6 * 8 * FILLING.width * size  # what a gather or a scatter sends
-    loss, ends = 3 * 2 * part * 6 * 8 * size, 2 * FILLING.layers + 1  # sums each way
-    guard = {("all_gather", "check"): 8 * (ranks - 1)}
-    (held, *_) = run_threads(ranks, train, work, Case(f"tp{ranks} fp32", steps=4))
-    assert tensor_bytes(held) == guard | {
-        ("all_reduce", "forward"): 2 * ends * stream + loss,
-        ("all_reduce", "backward"): 2 * ends * stream,
-    }
-    (held, *_) = run_threads(ranks, train, work, Case(f"tp{ranks} sp fp32", steps=4))
-    assert tensor_bytes(held) == guard | {
-        ("all_reduce", "forward"): loss,
-        ("all_gather", "forward"): ends * stream,
-        ("reduce_scatter", "forward"): ends * stream,
-        ("all_gather", "backward"): ends * stream,
-        ("reduce_scatter", "backward"): ends * stream,
-        ("all_reduce", "backward"): 2 * part * ends * FILLING.width * size,  # the norms
-    }
-
-
-def tensor_bytes(held: Held) -> dict[tuple[str, str], int]:
-    """What the last step sent on the tensor axis, by kind and phase."""
-    return {(k.kind, k.phase): t.sent_bytes for k, t in held.lines.items() if k.axis == "tp"}
 
 
 # --- sequences of several lengths under `sp`: pairs, encoder and decoder --------------------------
