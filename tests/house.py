@@ -397,11 +397,6 @@ def names_dtype_and_device(source: Source) -> list[str]:
 # --- words -----------------------------------------------------------------------------------
 
 
-def module_docstring(source: Source) -> list[str]:
-    first = (ast.get_docstring(source.tree) or "").partition("\n")[0]
-    return [] if len(first) > 15 else [f"{source.path}:1 has no sentence for what this file is"]
-
-
 def public_docstrings(source: Source) -> list[str]:
     return [
         source.say(f, f"{f.name} is public, {length(f)} lines long, without a docstring")
@@ -426,7 +421,7 @@ PACKAGE: list[Rule] = [
     *(downward_imports, techniques_apart, one_door, oracles_apart),
     *(no_torch_below, no_environment, names_dtype_and_device),
     counted_apart,
-    *(module_docstring, public_docstrings),
+    public_docstrings,
 ]
 TESTS: list[Rule] = [*SIZE, plain_names, says_its_fact]
 

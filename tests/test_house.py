@@ -156,7 +156,6 @@ BAD: dict[Rule, list[tuple[str, str]]] = {
         ("shardwise/comm/x.py", "torch.zeros(1, dtype=torch.int64)"),
         ("shardwise/engine/x.py", "x = torch.arange(3)"),
     ],
-    house.module_docstring: [("shardwise/core/x.py", "x = 1"), ("shardwise/core/x.py", '"""X."""')],
     house.public_docstrings: [("shardwise/core/x.py", body(7))],
     house.says_its_fact: [("tests/test_x.py", "def test_x():\n    assert True")],
 }

@@ -112,7 +112,10 @@ def test_what_does_not_move():
         start(torch.zeros(4), axis, S(0), S(1), torch.zeros(4))
     assert axis.ledger.lines == {}
     assert all(move(x, world.axis("dp"), src, dst) is x for src, dst in MOVES)
-    assert world.ledger.lines == {}
+    assert c.all_to_all(x, world.axis("ep"), [4], [4]) is x and world.ledger.lines == {}
+    for call in (c.send, c.receive):
+        with pytest.raises(ValueError, match=r"no other rank|there is none"):
+            call(x, world.everyone, 1)
 
 
 def derivatives(world: World) -> list[bool]:
@@ -313,22 +316,6 @@ def test_collectives_by_name(run: Any, ranks: int):
     """On every dtype they give what one process computes; a broadcast counts on its root alone."""
     for dtype in DTYPES:
         assert all(all(good) for good in run(ranks, by_name, dtype))
-
-
-def test_in_a_world_of_one_every_collective_is_the_identity():
-    """One rank gets back what it gave, and its ledger stays empty."""
-    world = alone()
-    axis, x = world.everyone, torch.arange(6.0).view(3, 2).requires_grad_()
-    assert c.all_to_all(x, world.axis("ep"), [3], [3]) is x
-    x = x.detach()
-    calls = (c.all_reduce, c.broadcast, c.reduce_scatter, lambda y, a: c.all_gather(y, a)[0])
-    assert all(torch.equal(call(x.clone(), axis), x) for call in calls)
-    c.barrier(axis)
-    with pytest.raises(ValueError, match="no other rank"):
-        c.send(x, axis, 1)
-    with pytest.raises(ValueError, match="there is none"):
-        c.receive(x, axis, 1)
-    assert world.ledger.lines == {}
 
 
 # --- all-to-all with counts -----------------------------------------------------------------------

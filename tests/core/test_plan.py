@@ -12,7 +12,7 @@ from shardwise.core.errors import InputError
 from shardwise.core.mesh import AXES
 from shardwise.core.plan.plan import WORDS, Plan, words_table
 from shardwise.core.plan.plan_check import problems, require
-from shardwise.core.plan.words import PRECISIONS, size_text
+from shardwise.core.plan.words import PRECISIONS
 from shardwise.core.schedule.library import LIBRARY
 from shardwise.core.zero import ROWS
 from shardwise.techniques.offload.word import BY_FRACTION, WHAT
@@ -177,14 +177,6 @@ def test_any_text_is_a_plan_or_an_input_error(text: str):
     with suppress(InputError):
         plan = Plan.parse(text)
         assert Plan.parse(str(plan)) == plan
-
-
-@pytest.mark.parametrize(
-    ("size", "text"), [(1, "1B"), (1024, "1KiB"), (25 * 2**20, "25MiB"), (2**30 + 1, "1073741825B")]
-)
-def test_size_text(size: int, text: str):
-    """A size is printed in the largest unit that leaves it whole."""
-    assert size_text(size) == text
 
 
 @pytest.mark.parametrize(

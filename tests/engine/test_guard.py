@@ -6,7 +6,6 @@ All ranks raise at once, before any update.
 import math
 import re
 import threading
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -105,11 +104,11 @@ def last_of(plan: str, kind: str) -> int:
     return ranks_of(plan) - 1 if kind == "loss" or "pp" not in plan else 0
 
 
-def check(plan: str, kind: str, clip: float | None, run: Callable[..., Any] = run_threads) -> None:
+def check(plan: str, kind: str, clip: float | None) -> None:
     """All ranks raise the last one's fault in the same words, unchanged; a program may go on."""
     ranks = ranks_of(plan)
     last = last_of(plan, kind)
-    found = run(ranks, refused, plan, last, kind, clip)
+    found = run_threads(ranks, refused, plan, last, kind, clip)
     assert len({said for said, _, _ in found}) == 1
     said = found[0][0]
     what = "the loss is not finite" if kind == "loss" else "the gradient"
@@ -134,11 +133,6 @@ def test_all_ranks_raise_before_any_update(
     """With early updates of each unit, and by the norm; step, rank and parameter are named."""
     monkeypatch.setattr(updating, "EARLY_BYTES", 1)
     check(plan, kind, clip)
-
-
-def test_all_processes_raise_before_any_update():
-    """The same on real processes."""
-    check("dp2 zero3 fp64", "gradient", None, run_gloo)
 
 
 def by_itself(world: World, plan: str, kind: str) -> tuple[str, bool, str]:

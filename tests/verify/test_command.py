@@ -46,7 +46,7 @@ HOLD = [
     *(("dp2 zero3", model) for model in ("gpt2", "bert", "t5")),
     *(("pp2 1f1b:2", "gpt2"), ("pp2 1f1b:2", "t5"), ("pp3 zb-h1:3", "llama")),
     *(("pp2 1f1b:2", model) for model in ("qwen3", "gemma2", "phi3", "mixtral")),
-    *(("pp2 1f1b:2", model) for model in ("bert", "opt", "bart")),
+    *(("pp2 1f1b:2", model) for model in ("bert", "opt", "bart", "mistral")),
 ]
 
 
