@@ -21,6 +21,17 @@ from shardwise.core.layouts.layout import Placement, sums_by_gathering, what
 from shardwise.core.layouts.uneven import Cut
 from shardwise.core.tools.arguments import short_repr
 
+
+def require_no_transform(what: str) -> None:
+    """Raise InputError inside of torch.func.vmap, jvp, vjp or grad: its tensors have no storage."""
+    if torch._C._are_functorch_transforms_active():
+        raise bad(
+            f"torch.func (vmap, jvp, vjp or grad) around {what}",
+            "its transforms of a module that each rank holds in full",
+            "sw.DDP(module), a plan of dp and zero1, or the transform inside of one layer",
+        )
+
+
 # --- moves ------------------------------------------------------------------------------------
 
 

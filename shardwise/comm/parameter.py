@@ -5,11 +5,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.core.tools.tree import leaves
+
 
 def parameter_like(p: nn.Parameter, data: Tensor) -> nn.Parameter:
     made: Any = torch.Tensor._make_subclass(type(p), data.detach(), p.requires_grad)
     made.__dict__.update(p.__dict__)
     return made
+
+
+def meta_parameters(model: nn.Module) -> dict[int, Any]:
+    """The memo with which copy.deepcopy puts parameters on meta, tied and frozen as before."""
+    found = ((p, torch.empty_like(p, device="meta")) for p in model.parameters())
+    return {id(p): parameter_like(p, empty) for p, empty in found}
+
+
+def attributes(model: nn.Module) -> list[Tensor]:
+    """The tensors in attributes of modules, such as the weight that weight_norm's hook sets."""
+    return leaves([vars(module) for module in model.modules()], Tensor)
 
 
 def become(p: nn.Parameter, data: Tensor) -> None:

@@ -323,6 +323,7 @@ class Engine:
 
         Called by all ranks; each gets the result, also ranks without the last stage.
         """
+        validate.tensor("like", like)
         self._begin(None, (), trains=False)
         found = self._made(call)
         own = torch.zeros_like(like) if found is None else validate.outputs(found, like)

@@ -15,7 +15,7 @@ from shardwise.core.layouts.uneven import Counts
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
 from shardwise.core.tools.arguments import CHECK_EVERY, integer
-from shardwise.engine.batch import Count, computed_parts
+from shardwise.engine.batch import Count, computed_parts, rows
 from shardwise.engine.checks import hint, validate
 from shardwise.engine.checks.device_room import with_offload
 from shardwise.engine.model_structure import optimizer_shape, shapes_of
@@ -171,6 +171,8 @@ class Predictor:
 
         Raises InputError for a model that does not run on the meta device.
         """
+        if self.options.tokens is None:
+            rows(batch, self.options.rows)  # raises InputError, as a step does
         whole = whole and self.plan.microbatches > 1
         if loads and self.plan.activations_on_host:
             return self._predicted(batch, counts, whole=whole, loads=loads)

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from shardwise.comm.parameter import parameter_like
+from shardwise.comm.parameter import attributes, meta_parameters
 from shardwise.comm.unchanged import kept_values
 from shardwise.comm.world import Axis
 from shardwise.core.errors import InputError
@@ -77,7 +77,7 @@ def run(
 
 def meta_copy(model: nn.Module) -> nn.Module:
     """A copy with parameters on meta, tied and frozen as before; buffers keep values."""
-    return _on_meta(model, _from_a_forward(model))
+    return copy.deepcopy(model, _from_a_forward(model) | meta_parameters(model))
 
 
 def value_copy(model: nn.Module) -> nn.Module:
@@ -85,23 +85,12 @@ def value_copy(model: nn.Module) -> nn.Module:
 
 
 def _from_a_forward(model: nn.Module) -> dict[int, Any]:
-    return {id(x): x.detach() for x in _tensors(model) if not x.is_leaf}
+    return {id(x): x.detach() for x in attributes(model) if not x.is_leaf}
 
 
 def template(model: nn.Module) -> nn.Module:
     """A `meta_copy` that is never run, and takes no memory: it has the model's buffers."""
-    return _on_meta(model, {id(x): x for x in _tensors(model)})
-
-
-def _on_meta(model: nn.Module, others: dict[int, Any]) -> nn.Module:
-    params = {
-        id(p): parameter_like(p, torch.empty_like(p, device="meta")) for p in model.parameters()
-    }
-    return copy.deepcopy(model, others | params)
-
-
-def _tensors(model: nn.Module) -> list[Tensor]:
-    return leaves([vars(module) for module in model.modules()], Tensor)
+    return copy.deepcopy(model, {id(x): x for x in attributes(model)} | meta_parameters(model))
 
 
 def with_tape(

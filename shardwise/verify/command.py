@@ -48,7 +48,7 @@ def verify(
     Raises InputError for a plan that cannot run, an unknown model, steps below 1 or above
     MOST_STEPS, fewer GPUs than ranks; RankError if a rank fails.
     """
-    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    plan = plan if isinstance(plan, Plan) else Plan.parse(plan)
     plan = replace(plan, precision=plan.precision or "fp64")
     integer("steps", steps, 1, 3, MOST_STEPS)
     start = environment()

@@ -176,6 +176,7 @@ def oracle(task: Task, case: Case, dtype: torch.dtype | None = torch.float64) ->
     model.train()
     microbatches, count = microbatches_of(model, plan), task.tokens or rows
     optimizers, choices = optimizers_of(model, case), Choices(model)
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     for step in range(case.steps):
         batch = tree_map(
             lambda x: x.to(dtype) if x.is_floating_point() and dtype else x, task.batch(step)
@@ -193,8 +194,8 @@ def oracle(task: Task, case: Case, dtype: torch.dtype | None = torch.float64) ->
         norm = None
         if case.clip is not None:
             norm = float(nn.utils.clip_grad_norm_(model.parameters(), case.clip))
-        trained = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-        run.grads.append({n: None if g is None else g.clone() for n, g in trained.items()})
+        grads = {n: p.grad for n, p in trained.items()}
+        run.grads.append({n: None if g is None else g.clone() for n, g in grads.items()})
         for optimizer in optimizers:
             optimizer.step()
         run.losses.append(summed / tokens)

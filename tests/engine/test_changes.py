@@ -14,8 +14,10 @@ import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.core.tools.structure import Structure
-from tests.engine.cases import difference, refusal, settled, squares
+from tests.engine.cases import Case, Task, difference, refusal, settled, squares, vectors
 from tests.engine.loops import rows, wrap
+from tests.engine.pipelines import SGD
+from tests.engine.tensors import equals_one
 from tests.engine.test_programs import by_weight, coder, penalised
 from tests.engine.test_wrapped import apply_in_backward
 from tests.engine.zoo import make
@@ -117,6 +119,13 @@ def reading(world: World) -> None:
     engine_of(world, "tp2 fp64", loss, table={"leave": "colwise_gather_output"}).step(rows(0, 0))
 
 
+def transformed(world: World, plan: str) -> None:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return torch.vmap(model)(x).square().mean()
+
+    engine_of(world, plan, loss).step(rows(0, 0))
+
+
 def seven(_: Tensor) -> Tensor:
     return torch.zeros(7, dtype=torch.float64)
 
@@ -125,6 +134,7 @@ CLIPPED = "torch.nn.utils.clip_grad_norm_", "sw.clip_grad_norm(module"
 DROPPED = "drops the gradient of", "optim.step() in the loop"
 EARLY = "computed before a forward pass", "out = model(x) first"
 TWICE = "create_graph=True", "sw.DDP(module)"
+MAPPED = "torch.func (vmap", "the transform inside of one layer"
 APPLIED = "applied in the backward pass", "optim.step()"
 PART = ("of leave, a part of a sharded module",)
 REFUSED: list[tuple[str, Callable[[World], object], tuple[str, ...]]] = [
@@ -141,6 +151,7 @@ REFUSED: list[tuple[str, Callable[[World], object], tuple[str, ...]]] = [
         lambda world: engine_of(world, "zero3", penalised).step(rows(0, 0)),
         ("create_graph=True", "the plan word ddp"),
     ),
+    *((plan, partial(transformed, plan=plan), MAPPED) for plan in ("dp2 zero3", "pp2 1f1b:2")),
     *((how, partial(in_backward, how=how), APPLIED) for how in ("SHARD_GRAD_OP", "FULL_SHARD")),
     *((how, partial(in_backward, how=how), APPLIED) for how in ("Pipe", "engine")),
     *(
@@ -386,3 +397,15 @@ def test_a_part_that_is_compiled_in_its_place_is_no_change():
     model.head = layer()
     with pytest.raises(InputError, match=r"head \(replaced\)"):
         structure.require_unchanged()
+
+
+def freezing(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    for p in model.get_submodule("blocks.0").parameters():
+        p.requires_grad_(False)
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def test_a_loss_may_freeze_a_part():
+    """Of which each rank holds pieces."""
+    task = Task(partial(make, "stack"), vectors, freezing, None)
+    equals_one(run_threads, task, Case("dp2 zero3 fp64", **SGD))

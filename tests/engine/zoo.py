@@ -225,6 +225,7 @@ class ByHook(nn.Module):
         super().__init__()
         self.size, self.way = nn.Parameter(torch.ones(6, 1)), nn.Parameter(torch.ones(6, 6))
         self.register_forward_pre_hook(ByHook.prepare)
+        self.prepare()
 
     def prepare(self, _: Any = None) -> None:
         self.weight = self.size * self.way / self.way.norm(dim=1, keepdim=True)

@@ -223,7 +223,7 @@ def test_stages_compute_what_the_model_does(name: str, plan: str) -> None:
 #: Of the zoo, what returns or keeps something else than a tensor, recomputes, shares, or freezes.
 OF_THE_ZOO = [
     *(f"returns a {how}" for how in ("dataclass", "dict", "tuple")),
-    *("checkpoint around", "twice", "last frozen", "dropout off in the loss"),
+    *("checkpoint around", "twice", "last frozen", "dropout off in the loss", "weight by a hook"),
 ]
 
 

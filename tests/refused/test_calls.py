@@ -79,6 +79,8 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
         (lambda: alone().on(Mesh.parse("dp4")), r"mesh 'dp4' of 4 ranks in a world of 1.*'dp1'"),
         (lambda: move(torch.zeros(5, 2), traced(0, 2).everyone, R, S(0)), "pad the dim to 6"),
         (lambda: Plan.parse(3), r'Plan\.parse\(3\).*Write instead: Plan\.parse\("dp2'),  # type: ignore[arg-type]
+        (lambda: Plan("dp2"), r'Write instead: Plan\.parse\("dp2"\)'),  # type: ignore[arg-type]
+        (partial(Plan.parse, "dp4,TP2 zero3"), "Write instead: dp4 tp2 for 'dp4,TP2'"),
         *(
             (partial(Plan.parse, f"dp2 zero3 {word}"), "tile:4")
             for word in ("tile", "tile:", "tile:x", "tile:0", "tile:1", "tile:2.5", "tile:2=")

@@ -13,6 +13,7 @@ that the words can say; plan_check.py decides whether this version can run it.
 import math
 from dataclasses import dataclass, fields, replace
 
+from shardwise.core.errors import bad
 from shardwise.core.mesh import AXES, CONTEXT, Mesh
 from shardwise.core.plan.plan_parser import WORDS, read, words_of, words_table
 from shardwise.core.plan.words import Word
@@ -69,6 +70,9 @@ class Plan:
     layers: tuple[LayerPlan, ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.axes, str):
+            text = f'Plan.parse("{self.axes}")'
+            raise bad(f'Plan("{self.axes}")', "Plan.parse for a text of plan words", text)
         place = {name: place for place, name in enumerate(AXES)}
         axes = sorted(((n, size) for n, size in self.axes), key=lambda a: place.get(a[0], 0))
         object.__setattr__(self, "axes", tuple(axes))

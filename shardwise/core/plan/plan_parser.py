@@ -85,7 +85,7 @@ def _twice(what: str, first: str, second: str) -> Problem:
 
 def _unknown(words: list[str]) -> Problem:
     given = " and ".join(f"'{word}'" for word in words)
-    near = {word: _nearest(word) for word in words}
+    near = {word: " ".join(filter(None, map(_nearest, word.split(",")))) for word in words}
     instead = ", ".join(f"{near[word]} for '{word}'" for word in words if near[word])
     given += ", which is no plan word" if len(words) == 1 else ", which are no plan words"
     allowed = "the words that `shardwise plan --words` prints, with spaces between them"
@@ -95,6 +95,8 @@ def _unknown(words: list[str]) -> Problem:
 
 
 def _nearest(word: str) -> str:
+    if _read(word)[0]:
+        return word
     known = {each.example.partition(":")[0]: each.example for each in WORDS}
     known |= {name: name for name in ALIASES}
     return known.get(suggest(word.lower().partition(":")[0], known, 0.55), "")

@@ -238,6 +238,11 @@ def no_gradient(what: str) -> InputError:
     )
 
 
+def tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise bad(f"{name}={value!r}", "a tensor", f"{name}=torch.zeros(8, 1)")
+
+
 def outputs(found: Tensor, like: Tensor) -> Tensor:
     """The result of a call, in the dtype and on the device of `like`.
     Raises InputError if its shape differs: ranks without an output contribute zeros like `like`.

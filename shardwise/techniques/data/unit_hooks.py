@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.comm.move import require_no_transform
 from shardwise.comm.transport import Lease
 from shardwise.comm.world import World
 from shardwise.core.errors import bad
@@ -258,6 +259,8 @@ class Data:
             self.consensus.buffers.refresh()
 
     def _before(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        if unit.reshards:
+            require_no_transform(f"{unit.name}, whose parameters are gathered for its call")
         self._do(self.order.call(unit.number))
         unit.hide_grads()
 

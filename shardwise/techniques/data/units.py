@@ -386,7 +386,7 @@ def before_gradients(
     params: Iterable[nn.Parameter], begin: Callable[..., None]
 ) -> list[RemovableHandle]:
     """Call `begin` before autograd adds to the gradient of one of `params`."""
-    return [p.register_hook(weakly(begin)) for p in params]
+    return [p.register_hook(weakly(begin)) for p in params if p.requires_grad]
 
 
 def owners(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Any]]:

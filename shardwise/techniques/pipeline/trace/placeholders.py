@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from shardwise.comm.parameter import parameter_like
+from shardwise.comm.parameter import attributes, meta_parameters
 from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import suggest
 from shardwise.techniques.pipeline.trace.interceptor import Glue
@@ -162,13 +162,10 @@ def _some(names: Sequence[str]) -> str:
 
 def twin(model: nn.Module) -> nn.Module:
     """A copy of `model` on the meta device; tied parameters stay tied, frozen ones frozen."""
-    memo: dict[int, Any] = {}
-    for p in model.parameters():
-        memo[id(p)] = parameter_like(p, torch.empty_like(p, device="meta"))
-    for b in model.buffers():
-        memo[id(b)] = torch.empty_like(b, device="meta")
+    left = (x for x in attributes(model) if not x.is_leaf)  # by a forward, as weight_norm's
+    plain = {id(x): torch.empty_like(x, device="meta") for x in (*model.buffers(), *left)}
     try:
-        found = copy.deepcopy(model, memo)
+        found = copy.deepcopy(model, plain | meta_parameters(model))
     except (TypeError, RuntimeError) as error:
         raise bad(
             f"a {type(model).__name__} that cannot be copied ({error})",

@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.move import require_no_transform
 from shardwise.core.errors import InputError, bad
 from shardwise.core.tools.tree import leaves, mapped
 from shardwise.techniques.pipeline.stage import UNKNOWN
@@ -176,6 +177,7 @@ class Tracer:
                 "the precision in the plan, because a run on meta does not show what autocast does",
                 "bf16 in the plan",
             )
+        require_no_transform(f"{of.name} of a pipeline")
         if self.stage < stage:
             self._close()
             self.stage, self.entered = stage, of.name
