@@ -356,6 +356,7 @@ class Engine:
         evaluate and to save a checkpoint does so.
         """
         step_end.report(self)
+        self.data.units.take_assigned()
         if self.updates.pending:
             self.data.units.to_sharded()
             with self.ledger.phase("update"):

@@ -409,3 +409,37 @@ def test_a_loss_may_freeze_a_part():
     """Of which each rank holds pieces."""
     task = Task(partial(make, "stack"), vectors, freezing, None)
     equals_one(run_threads, task, Case("dp2 zero3 fp64", **SGD))
+
+
+#: How a program writes to weights between two steps.
+WRITES: dict[str, Callable[[nn.Module], object]] = {
+    "by name": lambda model: model.get_submodule("blocks.1.up").weight.data.clamp_(-0.1, 0.1),
+    "in a loop": lambda model: [p.data.clamp_(-0.1, 0.1) for p in model.parameters()],
+}
+
+
+def writing(world: World, plan: str, how: str) -> dict[str, Tensor]:
+    """The state after two steps, each followed by a write."""
+    model, batch = make("stack").double(), rows(0, world.rank)
+    if plan:
+        engine = sw.parallelize(model, plan, world, optimizer=sw.SGD(lr=0.1), loss=squares)
+    else:
+        model = sw.FSDP(model, world=world)
+    for _ in range(2):
+        if plan:
+            engine.step(batch)
+        else:
+            squares(model, batch).backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            model.zero_grad()
+        WRITES[how](engine.model if plan else model)
+    return sw.full_state_dict(engine if plan else model)
+
+
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("plan", ["dp2 zero1 fp64", "dp2 zero2 fp64", "dp2 zero3 fp64", ""])
+def test_a_write_between_steps_is_kept(plan: str, how: str):
+    """Also while the update's gather is under way, and where a rank has only a piece."""
+    expected, _ = run_threads(2, writing, "dp2 fp64", how)
+    found, _ = run_threads(2, writing, plan, how)
+    assert max(difference(found[name], value) for name, value in expected.items()) < 1e-12

@@ -238,10 +238,14 @@ class _Reads:
         for unit in units:
             if full:
                 data.open(unit)
-            elif unit.opened and not unit.recorded:
+                continue
+            if not (data.pace.by_hand or unit.reshards):
+                unit.keep_open()  # of zero1 and zero2, as before the first step
+                continue
+            unit.examined &= not torch.is_grad_enabled()  # autograd may record pieces
+            if unit.opened and not unit.recorded:
                 unit.close()
-                for group in unit.groups:
-                    group.to_sharded()
+                unit.to_sharded()
 
 
 def guard_layer(module: nn.Module, names: Sequence[str], whose: str) -> None:

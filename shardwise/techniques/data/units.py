@@ -37,7 +37,7 @@ from shardwise.core.reduce_order import UnitState
 from shardwise.core.tools.hook import in_backward, others_after, owner, weakly
 from shardwise.core.unit_order import UnitOrder
 from shardwise.techniques.data.flat.flat_gradient import LOT_BYTES
-from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.techniques.data.flat.flat_parameter import Flat, State
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,12 @@ class Unit:
             params = (p for group in self.trained for p in group.params)
             self.recorded = before_gradients(params, begin_backward)
 
+    def keep_open(self) -> None:
+        """After an update that has begun to gather it: wait, and keep what the program writes."""
+        if any(group.state is State.UNSHARDING for group in self.groups):
+            self.unshard()
+            self.opened = True
+
     def require_whole(self, where: str) -> None:
         """Raise InputError if autograd has recorded pieces of these full parameters."""
         self.examined = True
@@ -103,13 +109,17 @@ class Unit:
                     f"a term of the loss over model.parameters(), computed before a forward pass "
                     f"of a sharded {where}, when they are pieces of this rank",
                     "model.parameters() between model(x) and backward, and model.layer.weight",
-                    "out = model(x) first, and then the term over model.parameters()",
+                    "out = model(x) first, then the term; torch.no_grad() around what is no term",
                 )
+
+    def keep_writes(self) -> None:
+        """Keep what the program has written to parameters that were gathered for reads."""
+        for group in self.groups if self.opened else ():
+            group.keep_writes(of_forward=False)
 
     def close(self) -> None:
         """End the reads."""
-        for group in self.groups if self.opened else ():
-            group.keep_writes(of_forward=False)
+        self.keep_writes()
         for handle in self.recorded:
             handle.remove()
         self.opened, self.recorded = False, []
@@ -168,6 +178,7 @@ class Unit:
             group.grads.begin_offload()
 
     def to_sharded(self) -> None:
+        self.keep_writes()
         for group in self.groups:
             group.to_sharded()
 
@@ -195,9 +206,11 @@ class Units:
         mark_kept(self.order)
 
     def take_assigned(self) -> None:
-        """Take over what the program has assigned to parameters (flat_parameter.py)."""
-        for group in (group for unit in self.order for group in unit.groups):
-            group.take_assigned()
+        """Take over what the program has assigned or written to parameters (flat_parameter.py)."""
+        for unit in self.order:
+            unit.keep_writes()
+            for group in unit.groups:
+                group.take_assigned()
 
     def to_sharded(self, *, between_passes: bool = True) -> None:
         """Shard all parameters, before a backward pass except those whose reads it needs."""
