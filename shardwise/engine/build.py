@@ -152,9 +152,8 @@ def lay_out(
         take_over(model, data, sizes(units))
     for each in applied:
         each.install(model)
-    if staged is None:
-        guard_shards(model, data, together=any(each.mixes for each in applied))
-    else:
+    guard_shards(model, data, together=any(each.mixes for each in applied))
+    if staged is not None:
         model.register_forward_pre_hook(Hook(data, nothing))  # refuses copies of a sharded model
     flats = flats_of(units)
     norms = _norms(flats, plan, held)

@@ -437,9 +437,13 @@ def writing(world: World, plan: str, how: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("how", WRITES)
-@pytest.mark.parametrize("plan", ["dp2 zero1 fp64", "dp2 zero2 fp64", "dp2 zero3 fp64", ""])
+@pytest.mark.parametrize(
+    "plan", [*(f"dp2 zero{stage} fp64" for stage in (1, 2, 3)), "", "dp2 bf16", "dp2 zero3 bf16"]
+)
 def test_a_write_between_steps_is_kept(plan: str, how: str):
-    """Also while the update's gather is under way, and where a rank has only a piece."""
+    """Also while the update's gather is under way, of a piece, and by masters of 32 bits."""
     expected, _ = run_threads(2, writing, "dp2 fp64", how)
     found, _ = run_threads(2, writing, plan, how)
-    assert max(difference(found[name], value) for name, value in expected.items()) < 1e-12
+    assert max(difference(found[name], value) for name, value in expected.items()) < (
+        3e-2 if "bf16" in plan else 1e-12
+    )

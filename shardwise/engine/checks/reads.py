@@ -28,6 +28,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from shardwise.core.errors import bad
 from shardwise.core.tools.tree import mapped
+from shardwise.engine.precision import HALF
 from shardwise.techniques.data.flat.flat_parameter import Flat, State
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Unit, owners
@@ -180,10 +181,10 @@ def guard_shards(model: nn.Module, data: Data, *, together: bool = False) -> lis
         for unit in data.units.order
         for flat in unit.groups
         for index, p in enumerate(flat.params)
-        if flat.moves_to_rest
+        if flat.moves_to_rest or flat.dtype in HALF  # whose masters follow the program's writes
     }
     for module in model.modules():
-        if (data.split or together) and hasattr(type(module), "generate"):
+        if data.staged is None and (data.split or together) and hasattr(type(module), "generate"):
             vars(module)[TOGETHER] = True
             handles.append(_Plain(module))
         own = {name: id(p) for name, p in module._parameters.items() if id(p) in places}
@@ -192,6 +193,9 @@ def guard_shards(model: nn.Module, data: Data, *, together: bool = False) -> lis
         table = _guarded(module)
         handles.append(_Plain(module))
         for name, key in own.items():
+            if data.staged is not None or not places[key][1].moves_to_rest:
+                table.readers[name].append(partial(reads.look, places[key][1]))
+                continue
             if key not in readers:  # tied names give the same object
                 readers[key] = reads.reader(*places[key])
             table.readers[name].append(readers[key])
@@ -221,6 +225,11 @@ class _Reads:
 
         return read
 
+    def look(self, flat: Flat) -> None:
+        """A parameter that is full is read: between steps, the program may write to it."""
+        data = self.data()
+        flat.looked |= data is not None and not data.in_step
+
     def gather(self, unit: Unit) -> None:
         data = self.data()
         if data is not None:
@@ -230,6 +239,10 @@ class _Reads:
         """Before a loop over parameters: full ones while a loss is computed, else pieces."""
         data = self.data()
         if data is None:
+            return
+        for group in (group for unit in units for group in unit.groups):
+            group.looked = True
+        if data.staged is not None:
             return
         # a loss is computed, or a forward pass of training updates weights under no_grad
         full = data.records if data.in_root else data.computes_loss

@@ -229,9 +229,10 @@ class ShardedOptimizer(Optimizer, ABC):
         for k in self._chosen(flats):
             flat = self.flats[k]
             flat.take_assigned()
-            for index in flat.assigned if k in self.masters else ():
-                flat.views.part(index, self.masters[k]).copy_(flat.views.part(index, flat.shard))
-            flat.assigned.clear()
+            if k in self.masters and flat.was_written():
+                master, weights = self.masters[k], flat.shard.to(self.masters[k].device)
+                written = weights != master.to(weights.dtype)
+                master.copy_(torch.where(written, weights, master))
 
     def eval(self) -> None:
         """Give the model the weights to evaluate and to save, of a schedule-free optimizer.

@@ -308,7 +308,7 @@ def buffers_in_16_bits(real, model: Any, *args: Any, **how: Any) -> None:
 def masters_not_assigned(_, __: ShardedOptimizer, flats: Any) -> None:
     for flat in flats:
         flat.take_assigned()
-        flat.assigned.clear()
+        flat.looked = False
 
 
 @ROWS.around("dp2 fp16", LossScale, "update")

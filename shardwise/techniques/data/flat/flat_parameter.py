@@ -25,7 +25,7 @@ The moves are the row's (core/zero.py): `fetch` and `gather` here, others in fla
 
 A program may write to parameters: in place, or by `p.data = ...`. `take_assigned` takes over what
 was assigned before p.data is set again, and `keep_writes` copies what a forward pass has written to
-`full` into `shard`. `assigned` lists the parameters whose fp32 masters must follow.
+`full` into `shard`. After `looked`, and after writes that leave a trace, fp32 masters must follow.
 
 `full` keeps one storage (its size goes to 0 and back), because autograd remembers views of it
 between forward and backward; where weights have several versions at once, each has its own
@@ -106,7 +106,7 @@ class Flat:
         self.state = State.UNSHARDED
         self.data: list[Tensor] = []  # what was last set as the data of each parameter
         self.versions: list[int] = []  # of the parameters, when they became views of `full`
-        self.assigned: set[int] = set()
+        self.looked = False  # whether the program may have written since masters followed
         self.assignments = 0
         self.point_at(self.full)
         if self.reshards:
@@ -282,7 +282,7 @@ class Flat:
             self._set(views)
         else:
             self._renew_with(changed)
-        self.assigned |= changed.keys()
+        self.looked = True
         self.assignments += len(changed)
         return True
 
@@ -348,8 +348,15 @@ class Flat:
             )
         if tier is None or not of_forward:  # always: a write to p.data leaves no trace
             self.keep_block()
-        self.assigned.update(written)
+        self.looked |= bool(written) or not of_forward
         self.versions = versions
+
+    def was_written(self) -> bool:
+        """Whether the program may have written to the parameters since the last call."""
+        versions = [p._version for p in self.params]
+        written, self.looked = self.looked or versions != self.versions, False
+        self.versions = versions
+        return written
 
     @property
     def is_sharded(self) -> bool:
