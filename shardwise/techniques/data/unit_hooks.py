@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.comm.move import require_no_transform
 from shardwise.comm.transport import Lease
 from shardwise.comm.world import World
 from shardwise.core.errors import bad
@@ -259,8 +258,7 @@ class Data:
             self.consensus.buffers.refresh()
 
     def _before(self, unit: Unit, module: nn.Module, args: Any) -> None:
-        if unit.reshards:
-            require_no_transform(f"{unit.name}, whose parameters are gathered for its call")
+        unit.before_call()
         self._do(self.order.call(unit.number))
         unit.hide_grads()
 
@@ -305,8 +303,7 @@ class Data:
         """
         act = partial(self._before_backward, unit, self.order.place)
         graded = torch.is_grad_enabled() and watch(out.tensors, act)
-        shares = out.shares(unit.groups)
-        return None if out.opaque or shares else graded
+        return None if out.opaque or out.shares(unit.groups) else graded
 
     # --- backward -----------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.comm.move import require_no_transform
 from shardwise.core.buffer_sizes import IN_FLIGHT
 from shardwise.core.errors import bad
 from shardwise.core.reduce_order import UnitState
@@ -181,6 +182,10 @@ class Unit:
         self.keep_writes()
         for group in self.groups:
             group.to_sharded()
+
+    def before_call(self) -> None:
+        if self.reshards:
+            require_no_transform(f"{self.name}, whose parameters are gathered for its call")
 
     def hide_grads(self) -> None:
         """A module is called, with full parameters: take the pieces of gradients off them."""
