@@ -103,7 +103,8 @@ class Unit:
     def require_whole(self, where: str) -> None:
         """Raise InputError if autograd has recorded pieces of these full parameters."""
         self.examined = True
-        for p in (p for group in self.trained for p in group.params if group.moves_to_rest):
+        whole = (p for group in self.trained if group.moves_to_rest for p in group.params)
+        for p in (p for p in whole if p.requires_grad):
             node: Any = get_gradient_edge(p).node
             if tuple(node._input_metadata[0].shape) != p.shape:
                 raise bad(
