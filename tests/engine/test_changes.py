@@ -413,7 +413,7 @@ def test_a_loss_may_freeze_a_part():
 
 #: How a program writes to weights between two steps.
 WRITES: dict[str, Callable[[nn.Module], object]] = {
-    "by name": lambda model: model.get_submodule("blocks.1.up").weight.data.clamp_(-0.1, 0.1),
+    "by name": lambda model: model.get_parameter("blocks.1.up.weight").data.clamp_(-0.1, 0.1),
     "by a state": lambda m: m.load_state_dict({n: x / 9 for n, x in m.state_dict().items()}),
     "in a loop": lambda model: [p.data.clamp_(-0.1, 0.1) for p in model.parameters()],
 }
