@@ -429,9 +429,7 @@ def trained(world: World, name: str, plan: str, inside: bool) -> tuple[list[floa
 
 
 @pytest.mark.cases(8)
-@pytest.mark.parametrize(
-    ("name", "plan"), [(name, plan) for name, of in LOSSES.items() for plan in of[2]]
-)
+@pytest.mark.parametrize(("name", "plan"), [(n, p) for n, of in LOSSES.items() for p in of[2]])
 def test_a_loss_is_trained_by_an_engine_as_by_one_process(name: str, plan: str):
     """A loss that reads weights, differentiates a gradient, or goes on with any output."""
     loss, make_plain, _ = LOSSES[name]
