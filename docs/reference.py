@@ -7,7 +7,8 @@ of plans from their table, names from `shardwise.__all__`, metrics from the reco
 
 import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, Final
@@ -15,12 +16,15 @@ from typing import Any, Final
 import shardwise as sw
 from docs.docstrings import rows
 from docs.measured import page as measurements
-from shardwise.core.plan.plan import WORDS
+from shardwise.core.errors import InputError
+from shardwise.core.plan.plan import WORDS, Plan
+from shardwise.core.plan.plan_check import problems
 from shardwise.engine.options import EngineOptions
 from shardwise.models.registry import NAMED
 from shardwise.train.config import Config
 from shardwise.train.metrics import Record
-from tests import surface
+from tests import covering, surface
+from tests.plans import every_plan
 
 DOCS = Path(__file__).parent
 NOTE: Final = "<!-- Written by `make docs` from the program: change the program, not this page. -->"
@@ -180,6 +184,71 @@ def _explained(form: str) -> str:
     return EXPLAINED[max(starts, key=len)] if starts else "explanation/pipeline.md"
 
 
+# --- which words go together -----------------------------------------------------------------
+
+TOGETHER: Final = """\
+Every two words of a plan that may meet do meet in a plan that the test suite proves: loss,
+gradients, weights, bytes and memory equal those of one process and of the theory.
+
+`+` stands for two words that are proved together, `no` for two that a plan refuses, each with
+the words to write instead (`shardwise plan "tp2 tile:2"`). Two rows, such as `zero1` and
+`zero3`, meet where [single layers](../explanation/tensor.md#plans-of-single-layers) have a plan
+of their own."""
+
+#: Words by what they are called in the table, as a pattern of the words of proved plans, and as
+#: they are written beside another.
+MEETING: Final = {
+    **{word: (word, word) for word in ("zero1", "zero2", "zero3")},
+    "hybrid": ("dp_replicate2", "dp_replicate2 dp_shard2"),
+    "tp": ("tp2", "tp2"),
+    "sp": ("sp", "tp2 sp"),
+    "cp": ("cp2", "cp2"),
+    "ulysses": ("cp2:ulysses", "cp2:ulysses"),
+    "ep": ("ep2", "ep2"),
+    **{
+        name: (rf"{name}(:\S*)?", f"pp2 {name}{size}")
+        for name, size in (
+            *((each, ":4") for each in ("gpipe", "1f1b", "zb-h1", "zb-v", "pipedream", "2bw")),
+            ("interleaved", ":4x2"),
+        )
+    },
+    "accumulate": (r"accumulate:\d+", "accumulate:2"),
+    **{f"recompute:{how}": (f"recompute:{how}",) * 2 for how in ("full", "selective")},
+    "activations:host": ("activations:host",) * 2,
+    **{f"offload:{what}": (f"offload:{what}",) * 2 for what in ("optim", "param", "param@disk")},
+    "tile": (r"tile:2\S*", "tile:2"),
+    "arenas": ("arenas", "arenas"),
+}
+
+
+def combinations() -> str:
+    """Which two words are proved together, run, or are refused."""
+    plans = [set(text.replace("|", " ").split()) for text in (*every_plan(), *covering.read())]
+    has = {
+        name: {k for k, words in enumerate(plans) if any(re.fullmatch(form, w) for w in words)}
+        for name, (form, _) in MEETING.items()
+    }
+    lines = [(f"`{row}`", *(_together(has, row, column) for column in MEETING)) for row in MEETING]
+    return page_of(
+        "# Which words go together",
+        TOGETHER,
+        table(" | ".join(["", *(f"`{name}`" for name in MEETING)]), lines),
+    )
+
+
+def _together(has: Mapping[str, set[int]], first: str, second: str) -> str:
+    if first == second:
+        return "\\"
+    if has[first] & has[second]:
+        return "+"
+    words = dict.fromkeys(f"{MEETING[first][1]} {MEETING[second][1]}".split())
+    try:
+        plan = Plan.parse(" ".join(words)).completed(None)
+        return "no" if problems(plan, plan.size) else "runs"
+    except InputError:
+        return "no"
+
+
 # --- metrics ---------------------------------------------------------------------------------
 
 METRICS: Final = """\
@@ -314,6 +383,7 @@ PAGES: Final[dict[str, Callable[[], str]]] = {
     "reference/commands.md": commands,
     "reference/configuration.md": configuration,
     "reference/plan-words.md": plan_words,
+    "reference/combinations.md": combinations,
     "reference/metrics.md": metrics,
     "reference/python.md": python,
     "explanation/measurements.md": measurements,
