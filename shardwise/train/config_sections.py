@@ -126,10 +126,12 @@ class TrainSection(BaseModel):
     warmup: Count = Field(
         default=WARMUP, description="steps in which the rate rises; at most `steps`"
     )
-    decay: Literal["cosine", "linear", "constant"] = Field(
-        default="cosine", description="`cosine`, `linear` or `constant`"
+    decay: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        default="cosine",
+        description="`cosine`, `linear`, `constant`, or `wsd` (warmup-stable-decay: constant, then "
+        "linear in the last fifth of the steps)",
     )
-    final: float = Field(
+    min_lr_ratio: float = Field(
         default=0.1, ge=0, le=1, description="the fraction of `lr` at the end of the decay"
     )
     weight_decay: float = Field(default=0.1, ge=0, description="the optimizer's weight decay")

@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -153,12 +153,16 @@ def batch(rows: Rows, least: int, device: torch.device) -> Batch:
     }
 
 
+#: The part of the steps after warmup in which `wsd` decays (arXiv 2404.06395, section 4).
+WSD_DECAY: Final = 0.2
+
+
 def learning_rate(step: int, train: TrainSection) -> float:
-    r"""The rate of step `step`, counted from 0; the last one's is `final * lr`.
+    r"""The rate of step `step`, counted from 0; the last one's is `min_lr_ratio * lr`.
 
         lr |   /‾‾\
            |  /    ‾\
-           | /       ‾‾\__ final * lr
+           | /       ‾‾\__ min_lr_ratio * lr
            +---+-----------+--- step
              warmup      steps
 
@@ -170,5 +174,7 @@ def learning_rate(step: int, train: TrainSection) -> float:
         return train.lr
     span = max(1, train.steps - 1 - train.warmup)
     done = min(1.0, (step - train.warmup) / span)
-    left = 1 - done if train.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
-    return train.lr * (train.final + (1 - train.final) * left)
+    if train.decay == "wsd":
+        done = max(0.0, 1 - (1 - done) / WSD_DECAY)
+    left = (1 + math.cos(math.pi * done)) / 2 if train.decay == "cosine" else 1 - done
+    return train.lr * (train.min_lr_ratio + (1 - train.min_lr_ratio) * left)

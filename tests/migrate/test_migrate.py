@@ -95,7 +95,7 @@ def test_values_are_carried_over(tmp_path: Path) -> None:
         "lr": 3e-5,
         "betas": [0.9, 0.999],  # DeepSpeed's default
         "decay": "linear",
-        "final": 0.0,
+        "min_lr_ratio": 0.0,
         "warmup": 20,
         "steps": 500,
     }
@@ -109,7 +109,7 @@ COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 5000}}
 BARE: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     (
         *("toml", {"model": {"name": "llama3"}}, "zero3 bf16 recompute:selective"),
-        {"steps": 10000, "lr": 8e-4, "warmup": 200, "decay": "linear", "final": 0.0},
+        {"steps": 10000, "lr": 8e-4, "warmup": 200, "decay": "linear", "min_lr_ratio": 0.0},
     ),
     # without FSDP, torchtitan is in fp32 beside tensor parallelism
     (
@@ -119,7 +119,7 @@ BARE: list[tuple[str, dict[str, Any], str, dict[str, Any]]] = [
     ("json", zero(1), "zero1", {"clip": 0.0, "warmup": 0}),
     (
         *("json", {"scheduler": COSINE}, ""),
-        {"steps": 5000, "warmup": 1000, "decay": "cosine", "final": 0.0001},
+        {"steps": 5000, "warmup": 1000, "decay": "cosine", "min_lr_ratio": 0.0001},
     ),
     ("yaml", {"distributed_type": "FSDP"}, "zero3", {}),
     ("yaml", {"deepspeed_config": {"gradient_clipping": 1.0}}, "zero2", {"clip": 1.0}),

@@ -184,14 +184,15 @@ def test_paths_have_variables_as_in_a_shell(monkeypatch: pytest.MonkeyPatch):
         config.build({"run": {"folder": "${ABSENT}/a"}})
 
 
-@pytest.mark.parametrize("decay", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("decay", ["cosine", "linear", "constant", "wsd"])
 def test_the_rate_rises_peaks_and_ends_where_it_should(decay: str):
     """Warmup is linear to lr, nothing exceeds lr, the last step has the final share of it."""
     train = config.build(
-        {"train": {"steps": 50, "warmup": 10, "lr": 0.5, "final": 0.2, "decay": decay}}
+        {"train": {"steps": 50, "warmup": 10, "lr": 0.5, "min_lr_ratio": 0.2, "decay": decay}}
     ).train
     rates = [learning_rate(step, train) for step in range(50)]
     assert rates[:10] == pytest.approx([0.05 * (step + 1) for step in range(10)])
     assert max(rates) == rates[10] == 0.5
+    assert (rates[41] == 0.5) == (decay in ("constant", "wsd"))
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[-1] == pytest.approx(0.5 if decay == "constant" else 0.1)
