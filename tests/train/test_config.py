@@ -86,7 +86,7 @@ def test_an_override_sets_one_key(override: str, expected: object):
         ({"model": {"lr": 3}}, ["unknown key model.lr", "train.lr"]),
         ({"train": {"steps": 0}}, ["train.steps = 0", "greater than or equal to 1"]),
         ({"train": {"lr": "fast"}}, ['train.lr = "fast"', "a valid number", "train.lr = 0.001"]),
-        ({"train": {"decay": "step"}}, ["'cosine', 'linear' or 'constant'"]),
+        ({"train": {"decay": "step"}}, ["'linear', 'constant' or 'wsd'"]),
         ({"train": {"lr": float("nan")}}, ["train.lr = NaN", "finite"]),
         ({"train": 3}, ["train = 3", "a section [train]"]),
         ({"train": {"steps": 7.0}}, ["train.steps = 7.0", "a valid integer", "train.steps = 1000"]),
