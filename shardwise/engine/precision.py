@@ -67,13 +67,18 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype) -> list[RemovableHandle]:
     ]
 
 
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    """Its parameters, of which none is gathered, as in a loop of the program (reads.py)."""
+    return [p for p in dict.values(module._parameters) if p is not None]
+
+
 def _takes_cast_inputs(module: nn.Module) -> bool:
-    own = [p for p in module.parameters(recurse=False) if p.is_floating_point()]
+    own = [p for p in _own(module) if p.is_floating_point()]
     if kept_in_fp32(module) or isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return False
     if type(module).__module__.startswith("torch.nn") and not isinstance(module, _CONTAINERS):
-        return any(p.is_floating_point() for p in module.parameters())
-    alone = not any(True for child in module.children() for _ in child.parameters())
+        return any(p.is_floating_point() for m in module.modules() for p in _own(m))
+    alone = not any(map(_own, [*module.modules()][1:]))
     return bool(own) and (alone or any(p.dim() > 1 and 1 not in p.shape for p in own))
 
 

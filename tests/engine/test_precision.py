@@ -15,8 +15,9 @@ import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.engine.optimizer.norm import ROW, LossScale, squared_norm
 from shardwise.engine.state.full import full_state_dict
-from tests.engine.cases import ROWS, Case, Task, mean_square, settled, vectors
+from tests.engine.cases import ROWS, Case, Task, mean_square, settled, squares, vectors
 from tests.engine.tensors import run
+from tests.engine.zoo import make
 from tests.pool import run_gloo, run_threads
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -126,6 +127,17 @@ def test_inputs_are_cast_where_a_layer_takes_them():
     )
     with pytest.raises(sw.InputError, match=r"dtype.*layers, which cast their inputs to bfloat16"):
         wide.step(x)
+
+
+def sent(world: World, dtype: torch.dtype) -> int:
+    plan, x = "zero3 bf16", torch.ones(4, 6, dtype=dtype)
+    made = sw.parallelize(make("stack"), plan, world, loss=squares, least_unit_bytes=0)
+    return made.step(x).bytes
+
+
+def test_a_batch_that_layers_cast_gathers_no_more():
+    """A wider one, each unit twice, as one in 16 bits; not all units before the pass."""
+    assert run_threads(2, sent, torch.float32) == run_threads(2, sent, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [*HALF.values(), torch.float32], ids=str)
