@@ -25,9 +25,6 @@ def reason(failures: Mapping[int, BaseException], what: str) -> BaseException:
         return refused[0]
     if isinstance(cause, KeyboardInterrupt | SystemExit | RunError):
         return cause
-    if isinstance(cause, FileExistsError | NotADirectoryError):
-        file = f"'{cause.filename}', which is a file or in one, as a checkpoint folder"
-        return bad(file, "a folder, or the path of a new one", 'sw.save(engine, "checkpoints")')
     return RunError(f"{what}: on rank {rank}, {type(cause).__name__}: {plain(str(cause))}")
 
 

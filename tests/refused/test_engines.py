@@ -191,7 +191,6 @@ TYPES = [
     (lambda: sw.predict(nn.Linear(3, 3), "dp2", X, rank="0"), "rank='0'", "rank=0"),
     (lambda: sw.predict(nn.Linear(3, 3), "dp2", None), "rows (NoneType)", "torch.as_tensor(batch)"),
     (lambda: engine_of().outputs(str, None), "like=None", "like=torch.zeros("),
-    (lambda: sw.save(engine_of(), __file__), "which is a file", 'sw.save(engine, "checkpoints")'),
     (lambda: sw.spawn(str, 2, args=3), "args=3", "spawn(work, 2, args=(3,))"),
     (lambda: sw.save(engine_of(), ""), "folder ''", '"runs/example"'),
     (lambda: sw.save(engine_of(), "a\0b"), "folder 'a", '"runs/example"'),
