@@ -162,7 +162,7 @@ def test_a_rank_that_waits_for_its_gpu_waits_for_others(monkeypatch: pytest.Monk
 def test_no_thread_outlives_a_rank_s_program():
     """One that dropped the last reference to a process group at exit would abort the process."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    watch = watch_peers(store, 0, 2, LIMITS, None)
+    watch = watch_peers(store, 0, 2, Limits(frozen_s=1.0), None)
     assert watch is not None
     watch.stop()
     assert not any(thread.is_alive() for thread in watch.threads)

@@ -50,37 +50,29 @@ class Skips(Stack):
         return x
 
 
-class Idle(nn.Module):
-    """A block with a layer that is never used, as heads of other tasks are."""
+class Inner(nn.Module):
+    """A block with another layer behind its first one; or beside it, where nothing uses it."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: nn.Module, used: bool = True) -> None:
         super().__init__()
-        self.up, self.never = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.layer, self.used = nn.Linear(WIDTH, WIDTH), layer, used
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.up(x))
+        return x + torch.tanh(self.layer(self.up(x)) if self.used else self.up(x))
 
 
-class Normed(nn.Module):
+def normed() -> nn.Module:
     """A block with batch norm, whose statistics are of one microbatch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.norm(self.up(x)))
+    return Inner(nn.BatchNorm1d(WIDTH))
 
 
-class Dropped(nn.Module):
-    """A block with dropout inside and, in `Dropping`, between the blocks."""
+def dropped() -> nn.Module:
+    return Inner(nn.Dropout(0.4))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(torch.tanh(self.up(x)))
+def idle() -> nn.Module:
+    """A block with a layer that is never used, as heads of other tasks are."""
+    return Inner(nn.Linear(WIDTH, WIDTH), used=False)
 
 
 class Dropping(Stack):
@@ -201,7 +193,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "deep": deep,
     "half frozen": half_frozen,
     "skips": chain(Skips, plain),
-    "idle": chain(Stack, Idle),
+    "idle": chain(Stack, idle),
     "ends": partial(made, Ends),
     "repeated": partial(made, Repeated),
     "outside": partial(made, Outside),

@@ -33,7 +33,7 @@ from tests.engine.loops import rows
 from tests.engine.tensors import assert_counted, equals_one, gpt_task, holds, mine, train
 from tests.engine.test_state import ADAFACTOR, LION, MUON
 from tests.engine.zoo import DECAY, Gated, dims, gated, make
-from tests.pool import run_gloo, run_threads
+from tests.pool import run_threads
 
 TASK, DIMS, STACK = Task(), rows_task(dims), rows_task(lambda: make("stack"))
 OPTIMIZERS = {
@@ -297,12 +297,6 @@ PLANS = [
 def test_lion_and_optimizers_of_whole_tensors(plan: str, optimizer: dict[str, Any]):
     """Parity within 1e-10; bytes to and from owners, and their states, are as predicted."""
     holds(run_threads, gpt_task(rows=8), Case(f"{plan} fp64", clip=0.5, **optimizer))
-
-
-def test_owners_on_processes():
-    """The exchange of pieces with owners, over gloo."""
-    lines = holds(run_gloo, gpt_task(rows=8), Case("dp2 zero3 fp64", **MUON))[0].lines
-    assert Key("dp", "all_to_all", "update") in lines
 
 
 @pytest.mark.parametrize(

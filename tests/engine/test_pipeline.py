@@ -25,7 +25,7 @@ from tests.engine.cases import (
     text,
     vectors,
 )
-from tests.engine.pipelines import ADAMW, MODELS, SGD, Normed, break_in, chain, deep, fragile, task
+from tests.engine.pipelines import ADAMW, MODELS, SGD, break_in, chain, deep, fragile, normed, task
 from tests.engine.tensors import (
     Piece,
     assert_counted,
@@ -139,7 +139,7 @@ def states_of(world: World, work: Task, case: Case) -> list[Piece]:
 
 @pytest.mark.parametrize(
     ("word", "make"),
-    [("zb-h1:4", lambda: settled(Buffered())), ("interleaved:4x2", chain(Stack, Normed))],
+    [("zb-h1:4", lambda: settled(Buffered())), ("interleaved:4x2", chain(Stack, normed))],
 )
 def test_statistics_are_of_the_microbatch(word: str, make: Callable[[], nn.Module]):
     """Weights, moments and running statistics are those of one process that accumulates."""

@@ -15,8 +15,7 @@ import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.engine.optimizer.norm import ROW, LossScale, squared_norm
 from shardwise.engine.state.full import full_state_dict
-from tests.engine.cases import ROWS, Case, Task, mean_square, settled, squares, vectors
-from tests.engine.tensors import run
+from tests.engine.cases import mean_square, settled, squares, vectors
 from tests.engine.zoo import make
 from tests.pool import run_gloo, run_threads
 
@@ -147,17 +146,6 @@ def test_norms_are_those_of_the_values_in_double(dtype: torch.dtype):
     expected = x.double().square().sum()
     assert squared_norm(x).dtype == torch.float64
     assert float(squared_norm(x)) == pytest.approx(float(expected), rel=1e-5)
-
-
-def losses_of(world: World, plan: str) -> list[float]:
-    return run(world, Task(), Case(plan)).losses
-
-
-@pytest.mark.parametrize("precision", HALF)
-def test_a_precision_runs_every_row_alike(precision: str):
-    """The four rows, on the same ranks, take the same steps to the bit."""
-    first, *others = [run_threads(2, losses_of, f"dp2 {row} {precision}") for row in ROWS]
-    assert all(other == first for other in others)
 
 
 def looped(

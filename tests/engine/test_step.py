@@ -32,7 +32,7 @@ from tests.engine.cases import (
     settled,
     vectors,
 )
-from tests.engine.pipelines import SGD, Normed, chain
+from tests.engine.pipelines import SGD, chain, normed
 from tests.engine.tensors import Held, assert_parity, equals_one, holds, mine, run
 from tests.engine.zoo import (
     DECAY,
@@ -175,7 +175,7 @@ def test_few_units_are_whole_at_once(prefetch, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("row", ROWS)
 def test_two_forward_passes_through_batch_norm(row):
     """Bringing running statistics in line does not invalidate the graph of the pass before."""
-    task = Task(chain(Stack, Normed), partial(vectors, rows=8), two_views, None)
+    task = Task(chain(Stack, normed), partial(vectors, rows=8), two_views, None)
     runs = run_threads(2, run, task, Case(f"dp2 {row} fp64"))
     assert runs[0].losses == runs[1].losses and len(runs[0].losses) == 3
 
