@@ -115,7 +115,6 @@ class Mixture(nn.Module):
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(8, 2, 12, batch_first=True) for _ in range(2)
         )
-        self.conv = nn.Conv1d(8, 8, 3)
         self.norm = nn.BatchNorm1d(8)
         self.head = nn.Linear(8, 3)
 
@@ -128,21 +127,19 @@ def own_weights(world: World, plan: str, seed: int) -> tuple[dict[str, Tensor], 
     with torch.device("meta"):
         model = Mixture()
     engine = sw.parallelize(model, plan, world, seed=seed)
-    same = world.size > 1 or torch.equal(state, torch.random.get_rng_state())
-    assert same
+    assert world.size > 1 or torch.equal(state, torch.random.get_rng_state())
     return full_parameters(engine.flats), dict(model.named_buffers())
 
 
 def test_modules_make_their_own_weights_the_same_on_any_layout():
-    """Without a fill, each module's reset_parameters, keyed by seed and name, on 1, 2, 4 ranks.
-    Norms are ones, biases of attention zeros; matrices are within torch's bounds, no two equal.
+    """Without a fill, each module's reset_parameters, keyed by seed and name, and buffers. Norms
+    are ones, biases of attention zeros; matrices are within torch's bounds, no two equal.
     """
     expected, _ = own_weights(alone(), "fp32", 1)
-    for ranks, plan in ((2, "dp2"), (2, "dp2 zero3"), (4, "dp4 zero1")):
-        for found, buffers in run_gloo(ranks, own_weights, plan, 1):
-            assert all(torch.equal(found[name], expected[name]) for name in expected)
-            assert torch.equal(buffers["norm.running_var"], torch.ones(8))
-            assert buffers["norm.num_batches_tracked"] == 0
+    for found, buffers in run_gloo(2, own_weights, "dp2 zero3", 1):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert torch.equal(buffers["norm.running_var"], torch.ones(8))
+        assert buffers["norm.num_batches_tracked"] == 0
     other, _ = own_weights(alone(), "fp32", 2)
     assert not torch.equal(other["head.weight"], expected["head.weight"])
     assert torch.equal(expected["norm.weight"], torch.ones(8))
