@@ -66,7 +66,7 @@ def normed() -> nn.Module:
     return Inner(nn.BatchNorm1d(WIDTH))
 
 
-def dropped() -> nn.Module:
+def with_dropout() -> nn.Module:
     return Inner(nn.Dropout(0.4))
 
 

@@ -21,7 +21,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
 from shardwise.techniques.tensor.rng import ShardedRandom
 from tests.engine.cases import Case, build, ranks_of, rows_task, vectors
-from tests.engine.pipelines import SGD, Dropping, chain, dropped
+from tests.engine.pipelines import SGD, Dropping, chain, with_dropout
 from tests.engine.tensors import mine
 from tests.pool import run_gloo
 
@@ -221,7 +221,7 @@ def test_generators_out_of_step_are_refused():
 
 # --- stages ----------------------------------------------------------------------------------
 
-DROPPING = rows_task(chain(Dropping, dropped), partial(vectors, rows=24))
+DROPPING = rows_task(chain(Dropping, with_dropout), partial(vectors, rows=24))
 
 
 def dropped(world: World, plan: str) -> list[float]:

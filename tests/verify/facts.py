@@ -32,7 +32,7 @@ from shardwise.verify.oracles.batches import ragged
 from shardwise.verify.oracles.oracles import is_asynchronous
 from shardwise.verify.proof_options import Options
 from tests.engine.cases import Case, build, rows_task
-from tests.engine.pipelines import ADAMW, Dropping, chain, dropped
+from tests.engine.pipelines import ADAMW, Dropping, chain, with_dropout
 from tests.pool import run_threads
 from tests.verify import micro
 
@@ -119,7 +119,7 @@ def blocks_of_stages(world: World, model: str, plan: Plan) -> bool:
 
 def masks(world: World, model: str, plan: Plan) -> bool:
     """The losses of blocks with dropout, under the plan and without it."""
-    task, found = rows_task(chain(Dropping, dropped)), list[list[float]]()
+    task, found = rows_task(chain(Dropping, with_dropout)), list[list[float]]()
     for text in ("fp64", str(plan)):
         torch.manual_seed(0)
         engine = build(world, task, Case(text, **ADAMW))
