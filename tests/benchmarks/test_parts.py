@@ -78,7 +78,7 @@ def sent_by(world: World, plan: str, config: GPTConfig) -> int:
     model = gpt.GPT(config)
     fill(model, seed=3)
     engine = sw.parallelize(model, f"{plan} fp32", world, loss=gpt.loss, tokens=gpt.tokens)
-    for step in range(4):
+    for step in range(2):
         engine.step(gpt.random_text(TASK.rows, config.sequence, config.vocabulary, step))
     return sum(tally.sent_bytes for key, tally in engine.last.items() if key.phase != "check")
 
@@ -86,6 +86,7 @@ def sent_by(world: World, plan: str, config: GPTConfig) -> int:
 SENT = [("tp", 2), ("tp sp", 4), ("gpipe:4", 4), ("zb-h1:4", 2), ("interleaved:4x2", 2)]
 
 
+@pytest.mark.cases(len(SENT))
 @pytest.mark.parametrize(("row", "ranks"), SENT)
 def test_an_engine_sends_the_least_bytes(row: str, ranks: int) -> None:
     """And of a weight that stages share, the sum of its gradient: as many bytes as it has."""
