@@ -19,7 +19,7 @@ from shardwise.engine.batch import filled, on_device, rows, split, widened
 from tests.engine.cases import HYBRID, ROWS, Case, Task, build, text, vectors
 from tests.engine.tensors import ADAMW, equals_one, mine
 from tests.engine.zoo import make
-from tests.pool import run_gloo, run_threads
+from tests.pool import run_threads
 
 
 def few_tokens(step: int) -> dict[str, Tensor]:
@@ -54,7 +54,7 @@ FEW = [f"{HYBRID[1]} accumulate:2", *(f"dp4 {row}" for row in ROWS), f"{HYBRID[1
 @pytest.mark.parametrize("plan", FEW)
 def test_ranks_that_run_out_of_data_take_part_with_weight_zero(plan, task):
     """Fewer rows than ranks or microbatches, or none that count: the global batch's mean."""
-    equals_one(run_gloo, UNEVEN[task], Case(f"{plan} fp64", clip=0.5))
+    equals_one(run_threads, UNEVEN[task], Case(f"{plan} fp64", clip=0.5))
 
 
 def nothing_at_all(world: World, plan: str) -> list[tuple[float, int, bool]]:
