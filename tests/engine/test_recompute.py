@@ -193,20 +193,18 @@ def test_operations_that_are_added(kind: str):
 BLOCKS = {f"blocks.{k}": nn.Identity() for k in range(3)}
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("what", "names"),
     [
         (None, []),
-        ("full", ["blocks.0", "blocks.1", "blocks.2"]),
         ("selective", ["blocks.0", "blocks.1", "blocks.2"]),
-        ("every2", ["blocks.0", "blocks.2"]),
         ("blocks.1,blocks.*.out", ["blocks.0.out", "blocks.1", "blocks.2.out"]),
         ("blocks*", ["blocks.0", "blocks.1", "blocks.2"]),
     ],
 )
 def test_which_modules(what: str | None, names: list[str]):
-    """Blocks, every N-th of them, or the outermost modules of these names."""
+    """Blocks, or the outermost modules of these names; verify holds the words to their counts."""
     found = chosen(Model(), what, BLOCKS)
     assert sorted(found) == names
     assert set(found.values()) <= {SELECTIVE if what == "selective" else FULL}
