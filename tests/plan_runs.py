@@ -15,17 +15,17 @@ import torch
 from torch.utils._pytree import tree_map
 
 import shardwise as sw
+from shardwise.comm.ledger import sent_bytes
 from shardwise.comm.world import World, alone
-from shardwise.core.mesh import CONTEXT, TENSOR
 from shardwise.core.plan.plan import Plan
-from shardwise.core.zero import by_tier
 from shardwise.engine.engine import Engine
-from shardwise.engine.model_structure import shapes_of
+from shardwise.engine.memory import resting
 from shardwise.engine.state.box import Box
 from shardwise.engine.step_end import Metrics
+from shardwise.observe.dry_engine import step_peaks
+from shardwise.observe.dry_twin import ALONE, DryTwin
 from shardwise.observe.meter import Leak, Meter
 from shardwise.observe.work import kernels_of
-from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.verify.costs import Costs
 from shardwise.verify.difference import Wholes, scalar
@@ -44,8 +44,8 @@ from shardwise.verify.records import (
     tensor_errors,
 )
 from shardwise.verify.report import Report, report
-from tests.engine.cases import Case, Task, build, predictor, share
-from tests.engine.tensors import ADAMW, mine
+from tests.engine.cases import Case, Task, build, options_of
+from tests.engine.tensors import ADAMW, mine, uses_of
 from tests.plans import ON_PROCESSES, TASKS, kind_of
 from tests.pool import run_gloo, run_gpu, run_threads
 
@@ -132,62 +132,39 @@ class Expected:
     resumed_loads: tuple[Loads, ...] = ()
 
 
-def foretell(proof: Proof, expected: Expected, on_ranks: "OnRanks") -> list[list[Prediction]]:
-    """Of every rank the predictions of its steps, its evaluation, and its step from a checkpoint.
-    Made before any rank starts. Ranks with the same parts and shapes of batches share a recording.
-    """
-    plan, task, made = proof.plan, proof.task, dict[object, Prediction]()
-    steps = [(task.batch(step), expected.loads[step], False) for step in range(STEPS)]
-    last = task.batch(STEPS), (), True
-    again = task.batch(SAVED), expected.resumed_loads, False
-
-    def of(rank: int, batch: Any, loads: tuple[Loads, ...], whole: bool) -> Prediction:
-        places = [plan.mesh.coordinate(r) for r in range(plan.size)]
-        place = {axis: at for axis, at in places[rank].items() if axis in (TENSOR, "pp")}
-        data_rank = sum(at.items() >= place.items() for at in places[:rank]) // plan.cp
-        own = share(batch, data_rank, plan.shares)
-        counts = Division(plan.shares, 1 if whole else plan.microbatches).counts(batch)
-        if plan.layers:  # of meshes of their own
-            return theories[rank].of(own, counts, loads, whole=whole)
-        routed = (repr(loads), data_rank) if plan.activations_on_host else ()
-        key = (
-            place.get(TENSOR),
-            plan.coordinate(rank)[CONTEXT],
-            shapes_of(own),
-            tuple(counts),
-            routed,
-            whole,
-        )
-        if key not in made:
-            made[key] = theories[rank].of(own, counts, loads, whole=whole)
-        return made[key].on(rank)
-
-    kernels = kernels_of(torch.device(device_of(on_ranks)))
-    theories = [predictor(rank, plan.size, task, proof.case, kernels) for rank in range(plan.size)]
-    return [[of(rank, *each) for each in (*steps, last, again)] for rank in range(plan.size)]
+def dry_run(proof: Proof, world: World) -> DryTwin:
+    """The dry run of this rank's engine."""
+    options = options_of(proof.task, proof.case, kernels_of(world.device))
+    return DryTwin(proof.task.make(), proof.plan, options, world.rank)
 
 
-def trained(
-    engine: Engine, told: Sequence[Prediction], proof: Proof, expected: Expected
-) -> Trained:
+def trained(engine: Engine, dry: DryTwin, proof: Proof, expected: Expected) -> Trained:
     """The training of an engine that has run no step."""
     task, found, host = proof.task, Trained(), engine.recompute.host
     meter = Meter(engine, peaks=host is not None)
+    division = Division(proof.plan.shares, proof.plan.microbatches)
+    with ALONE:
+        uses = uses_of(task)
     for step in range(STEPS):
+        batch = mine(engine, task.batch(step))
+        theory = dry.step(engine, batch, division.counts(task.batch(step)))
         with meter if step == STEPS - 1 else nullcontext():
             before = engine.ledger.lines
-            metrics = engine.step(mine(engine, task.batch(step)))
+            metrics = engine.step(batch)
         lines = engine.ledger.since(before), engine.last
         every, counted = (sum(t.sent_bytes for t in each.values()) for each in lines)
         found.steps.append(kept_step(engine, metrics))
-        found.costs = found.costs.after(engine, told[step], loads=expected.loads[step])
+        found.costs = found.costs.after(engine, theory, uses, expected.loads[step])
         if "tp" not in proof.text and "cp" not in proof.text:  # whose ranks compare batches
             found.costs = replace(found.costs, hold=found.costs.hold and every == counted)
-        note_memory(found, engine, told[step], f"after step {step + 1}")
+        note_memory(found, engine, dry, f"after step {step + 1}")
     if host is not None and proof.plan.offload is None:  # where activations alone come and go
         most = {"fetched": host.most_fetched_bytes, "hosted": meter.host_peak["activations"]}
         found.measured |= most
-        found.predicted |= {"fetched": told[step].fetched, "hosted": told[step].host_activations}
+        options = options_of(task, proof.case, kernels_of(engine.world.device))
+        with ALONE:
+            told = step_peaks(task.make(), proof.plan, batch, options, engine.world.rank)
+        found.predicted |= {"fetched": told.fetched, "hosted": told.host_activations}
     engine.world.barrier()  # ranks in threads read each other's tensors until here
     gc.collect()
     # under these, versions of weights replace others in each step, which `memory` counts
@@ -196,9 +173,11 @@ def trained(
     found.state = kept(engine.boxes())
     engine.wait()
     before, batch = engine.ledger.lines, mine(engine, task.batch(STEPS))
+    counts = Division(proof.plan.shares, 1).counts(task.batch(STEPS))
+    theory = dry.evaluate(batch, counts, beside=engine)
     found.evaluated = engine.evaluate(batch)
-    sent = engine.ledger.since(before)
-    found.costs = found.costs.of_evaluation(sent, told[STEPS], expected.loads[STEPS])
+    sent = sent_bytes(engine.ledger.since(before))
+    found.costs = found.costs.of_evaluation(engine, sent, theory, uses, expected.loads[STEPS])
     return found
 
 
@@ -206,20 +185,22 @@ def train_and_go_on(
     world: World,
     proof: Proof,
     expected: Expected,
-    foretold: list[list[Prediction]],
     arrays: Arrays,
     scalars: Any,
 ) -> Trained:
     """Training; then the engine loads a checkpoint of one process, and takes a step."""
     task, case = proof.task, proof.case
-    engine, told = build(world, task, case), foretold[world.rank]
-    found = trained(engine, told, proof, expected)
+    engine, dry = build(world, task, case), dry_run(proof, world)
+    found = trained(engine, dry, proof, expected)
     found.overflow = overflowing(engine, task) if proof.precision == "fp16" else None
     load(engine, arrays, scalars)
-    metrics = engine.step(mine(engine, task.batch(SAVED)))
+    batch = mine(engine, task.batch(SAVED))
+    counts = Division(proof.plan.shares, proof.plan.microbatches).counts(task.batch(SAVED))
+    theory = dry.step(engine, batch, counts)
+    metrics = engine.step(batch)
     found.resumed.append(kept_step(engine, metrics))
-    found.costs = found.costs.after(engine, told[-1], flushed=True, loads=expected.resumed_loads)
-    note_memory(found, engine, told[-1], "after loading")
+    found.costs = found.costs.after(engine, theory, loads=expected.resumed_loads)
+    note_memory(found, engine, dry, "after loading")
     found.resumed_steps, found.resumed_state = engine.steps, kept(engine.boxes())
     return found
 
@@ -249,11 +230,10 @@ def overflowing(engine: Engine, task: Task) -> tuple[bool, float, bool]:
     return skipped, engine.scale.value / scale, same
 
 
-def note_memory(found: Trained, engine: Engine, told: Prediction, when: str) -> None:
-    """Add what an engine holds beside the prediction, and all that is alive on its host."""
-    held = by_tier(engine.memory(), engine.host_memory(), engine.disk_memory())
-    found.measured |= {f"{name}, {when}": count for name, count in held.items()}
-    found.predicted |= {f"{name}, {when}": n for name, n in told.memory_by_tier.items()}
+def note_memory(found: Trained, engine: Engine, dry: DryTwin, when: str) -> None:
+    """Add what an engine holds beside its dry run, and all that is alive on its host."""
+    found.measured |= {f"{name}, {when}": count for name, count in resting(engine).items()}
+    found.predicted |= {f"{name}, {when}": n for name, n in dry.memory().items()}
     found.measured[f"on the host, {when}"] = engine.world.tiers.host_bytes
     found.predicted[f"on the host, {when}"] = sum(engine.host_memory().values())
 
@@ -428,7 +408,6 @@ def run_in_16_bits(on_ranks: OnRanks, text: str) -> Run:
 
 
 def on_ranks_of(on_ranks: OnRanks, proof: Proof, expected: Expected) -> list[Trained]:
-    """What the ranks give, each with its predictions and with what one process saved."""
+    """What the ranks give, each with what one process saved."""
     saved_alone = checkpoint(proof.kind, proof.precision)
-    told = foretell(proof, expected, on_ranks)
-    return on_ranks(proof.plan.size, train_and_go_on, proof, expected, told, *saved_alone)
+    return on_ranks(proof.plan.size, train_and_go_on, proof, expected, *saved_alone)

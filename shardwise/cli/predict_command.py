@@ -142,7 +142,6 @@ def numbers_of(
         "rank": found.rank,
         "memory": found.memory_by_tier,
         "bytes": found.bytes,
-        "bytes_between": found.bytes_between,
         "activations": found.activations,
         "host_activations": found.host_activations,
         "fetched": found.fetched,

@@ -127,9 +127,7 @@ def show(numbers: dict[str, Any], told: Answer, console: Console) -> None:
     table.add_section()
     blank = [""] * (len(heads) - 1)
     for kind, count in numbers["bytes"].items():
-        table.add_row(
-            f"sent: {kind}", _between(numbers, kind, count), *blank, *_time(numbers, kind)
-        )
+        table.add_row(f"sent: {kind}", size_text(count), *blank, *_time(numbers, kind))
     if timed is not None:
         table.add_row("sent: all, no overlap", "", *blank, f"{sum(timed.values()):.2e}")
     console.print(table)
@@ -143,13 +141,6 @@ def _elsewhere(numbers: dict[str, Any]) -> list[tuple[str, int]]:
     if numbers["host_activations"]:
         found.append(("activations on the host", numbers["host_activations"]))
     return found
-
-
-def _between(numbers: dict[str, Any], kind: str, count: int) -> str:
-    """Bytes; if they depend on the routing of tokens, also the least and the most."""
-    least, most = numbers["bytes_between"].get(kind, (count, count))
-    bounds = "" if least == most else f" ({size_text(least)} to {size_text(most)})"
-    return size_text(count) + bounds
 
 
 def _time(numbers: dict[str, Any], kind: str) -> list[str]:

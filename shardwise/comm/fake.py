@@ -48,7 +48,7 @@ class Fake(Transport):
         self, out: Tensor, x: Tensor, out_counts: Sequence[int], in_counts: Sequence[int]
     ) -> Pending[Any]:
         self.count("all_to_all", x, out, counts=in_counts)
-        out.zero_()
+        out.copy_(x) if out.numel() == x.numel() else out.zero_()
         return Pending()
 
     def send(self, x: Tensor, to: int) -> Pending[Any]:

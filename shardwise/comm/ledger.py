@@ -137,6 +137,19 @@ class Ledger:
         return rank_bytes(self.lines)
 
 
+def sent_bytes(lines: Mapping[Key, Tally]) -> dict[Key, int]:
+    """The bytes of each line, without zeros."""
+    return {key: tally.sent_bytes for key, tally in lines.items() if tally.sent_bytes}
+
+
+def by_kind(sent: Mapping[Key, int]) -> dict[str, int]:
+    """The bytes by axis and kind, such as "dp all_gather", summed over phases, without zeros."""
+    total: dict[str, int] = {}
+    for (axis, kind, _), count in sent.items():
+        total[f"{axis} {kind}"] = total.get(f"{axis} {kind}", 0) + count
+    return {name: count for name, count in sorted(total.items()) if count}
+
+
 def rank_bytes(lines: dict[Key, Tally]) -> int:
     return sum(tally.sent_bytes for key, tally in lines.items() if key.axis != TIER)
 

@@ -36,6 +36,7 @@ from shardwise.comm.tiers.tiers import Tiers
 from shardwise.comm.torch_links import TorchLinks, device_mesh, group_timeout
 from shardwise.comm.transport import Lease, Links, Transport
 from shardwise.core.errors import InputError, bad
+from shardwise.core.layouts.uneven import Counts
 from shardwise.core.mesh import AXES, Mesh
 from shardwise.core.tools.arguments import choice, flag, short_repr
 from shardwise.core.tools.hook import no_copy
@@ -131,7 +132,8 @@ class World:
     `suffix` ends the names of `axes`, under which their bytes are counted, but not those in `mesh`.
     `background` has the checkpoints that threads are writing.  `number` counts the engines and the
     wrapped modules of the program, each of which has its own mesh.  In a `dry` run no other rank
-    answers; it may be on the `meta` device.
+    answers; it may be on the `meta` device.  `counts` has the rows of all data ranks there, in each
+    microbatch; without it they have as many as this one.
     """
 
     rank: int
@@ -150,6 +152,7 @@ class World:
     number: int = 0
     dry: bool = False
     meta: bool = False
+    counts: list[Counts] = field(default_factory=list[Counts])
 
     @property
     def storage(self) -> torch.device:

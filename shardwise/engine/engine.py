@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.ledger import Key, Ledger, Tally, rank_bytes
+from shardwise.comm.ledger import Key, Ledger, Tally, by_kind, rank_bytes, sent_bytes
 from shardwise.comm.move import begin_sum
 from shardwise.comm.unchanged import kept
 from shardwise.core.buffer_sizes import pool_bytes
@@ -37,7 +37,6 @@ from shardwise.engine.precision import DTYPES
 from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.engine.state import state
 from shardwise.engine.step_end import Metrics, PendingResult, StepNumbers, StepResult
-from shardwise.prediction.traffic import TrafficLine, by_kind
 from shardwise.techniques.data.apply import cast_whole
 from shardwise.techniques.data.buffers import normal_mode
 from shardwise.techniques.data.units import Unit
@@ -439,4 +438,4 @@ class Engine:
 
     def measured_bytes(self) -> dict[str, int]:
         """The bytes this rank sent in the last step, by axis and kind."""
-        return by_kind({TrafficLine(*key): tally.sent_bytes for key, tally in self.last.items()})
+        return by_kind(sent_bytes(self.last))

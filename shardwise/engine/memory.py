@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from shardwise.core.zero import CATEGORIES, GATHERED, OWNED, PART_OF, Tier
+from shardwise.core.zero import CATEGORIES, GATHERED, OWNED, PART_OF, Tier, by_tier
 from shardwise.engine.optimizer.optimizer import Owned
 from shardwise.techniques.data.flat.flat_parameter import Flat
 
@@ -19,6 +19,11 @@ def measured(engine: "Engine", tier: Tier = "device") -> dict[str, int]:
     for name in OWNED:
         found[PART_OF.get(name, name)] += parts.pop(name)
     return found | parts
+
+
+def resting(engine: "Engine") -> dict[str, int]:
+    """The same on all tiers, under names such as "optimizer on the host"."""
+    return by_tier(*(measured(engine, tier) for tier in ("device", "host", "disk")))
 
 
 def in_step(engine: "Engine", tier: Tier = "device") -> dict[str, int]:

@@ -11,11 +11,10 @@ from typing import Any, Final
 
 from torch import nn
 
-from shardwise.core.layouts.uneven import Counts
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
 from shardwise.core.tools.arguments import CHECK_EVERY, integer
-from shardwise.engine.batch import Count, computed_parts, rows
+from shardwise.engine.batch import Count, rows
 from shardwise.engine.checks import hint, validate
 from shardwise.engine.checks.device_room import with_offload
 from shardwise.engine.model_structure import optimizer_shape, shapes_of
@@ -30,7 +29,6 @@ from shardwise.prediction.rank_shape import shape_on
 from shardwise.prediction.stored_bytes import layout_of
 from shardwise.techniques.data import rerun
 from shardwise.techniques.data.wrap_policy import Rule
-from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.techniques.expert.price import EVEN
 from shardwise.techniques.pipeline import weight_stashing
 from shardwise.techniques.pipeline.stage_module import calls_under, stage_starts
@@ -122,8 +120,7 @@ class Predictor:
     """The predictions of one rank for batches of any shape.
 
     `model` must not change: pass another copy to `parallelize`.  The plan is completed for a world
-    of `ranks`.  The bytes of layers of experts on the axis `ep` and their activations depend on the
-    tokens: `Prediction.in_step` takes the loads of the experts.
+    of `ranks`.
     """
 
     def __init__(
@@ -153,55 +150,26 @@ class Predictor:
         require_possible(self.spec, model, self.plan)
         self.known: dict[object, Prediction] = {}
 
-    def of(
-        self,
-        batch: Any,
-        counts: Sequence[Counts] | None = None,
-        loads: Sequence[Loads] = (),
-        *,
-        whole: bool = False,
-    ) -> Prediction:
+    def of(self, batch: Any) -> Prediction:
         """The prediction for a step on `batch`, this rank's share of the global batch.
-
-        counts  the rows of all data ranks in each microbatch, for layers with a mesh of their own;
-                None: those of `batch` on each
-        loads   of the experts in each microbatch, for their activations in host memory; even ones
-                if not given
-        whole   for `Prediction.in_evaluation`: the batch is not divided into microbatches
-
         Raises InputError for a model that does not run on the meta device.
         """
         if self.options.tokens is None:
             rows(batch, self.options.rows)  # raises InputError, as a step does
-        whole = whole and self.plan.microbatches > 1
-        if loads and self.plan.activations_on_host:
-            return self._predicted(batch, counts, whole=whole, loads=loads)
-        key = shapes_of(batch), tuple(counts or ()), whole
+        key = shapes_of(batch)
         if key in self.known:
             return self.known[key]
-        found = self._predicted(batch, counts, whole=whole)
+        found = self._predicted(batch)
         if not found.spec.run.note:
             self.known[key] = found
             if len(self.known) > KEPT:
                 del self.known[next(iter(self.known))]
         return found
 
-    def _predicted(
-        self,
-        batch: Any,
-        counts: Sequence[Counts] | None,
-        *,
-        whole: bool,
-        loads: Sequence[Loads] = (),
-    ) -> Prediction:
+    def _predicted(self, batch: Any) -> Prediction:
         plan, rank = self.plan, self.rank
-        of = batch, self.objective, self.options, counts
-        spec = model_spec(self.model, plan, rank, *of, whole=whole, loads=loads)
+        spec = model_spec(self.model, plan, rank, batch, self.objective, self.options)
         shape = shape_on(spec, plan, rank)
-        rerun_bytes = 0
-        if self.options.checks.rerun:
-            parts = computed_parts(batch, plan.microbatches, plan.cut, self.options.rows)
-            rerun_bytes = rerun.sent_bytes(parts[0], self.options.kernels)
         trained = [(p.name, len(p.shape), layout_of(plan, p)) for p in shape.params if p.trainable]
         require_whole(self.spec, trained)
         return Prediction(
@@ -213,8 +181,6 @@ class Predictor:
                 self.spec, [p for p in (*shape.params, *spec.shape.params) if p.trainable]
             ),
             norm=self.options.clip is not None,
-            check_every=self.options.checks,
-            rerun_bytes=rerun_bytes,
             broadcast_buffers=self.options.broadcast_buffers,
             device=self.options.kernels,
             notes=tuple(filter(None, (spec.run.note, EVEN if plan.ep > 1 else ""))),

@@ -44,7 +44,6 @@ from shardwise.techniques.context.apply import RecordedPositions
 from shardwise.techniques.data.apply import Sharding, cast_params, cast_whole, units_of
 from shardwise.techniques.data.wrap_policy import UnitSpec
 from shardwise.techniques.expert import apply as expert_parallel
-from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.techniques.layers.plans import LayerPlans
 from shardwise.techniques.layers.recorded import LayerPasses
 from shardwise.techniques.pipeline import stage_module
@@ -92,20 +91,12 @@ def model_spec(
     batch: Any,
     objective: Loss,
     options: EngineOptions,
-    counts: Sequence[Counts] | None = None,
-    *,
-    whole: bool = False,
-    loads: Sequence[Loads] = (),
 ) -> ModelSpec:
     """The plain model, with the units, stages and precision of `plan`.
-
-    rank    matters if tensor ranks have parts of several sizes
-    counts  the rows of data ranks in each microbatch, for layers with their own mesh
-    whole   the batch is one, to be evaluated
-    loads   of the experts in each microbatch, on which the activations in host memory depend
+    `rank` matters if tensor ranks have parts of several sizes.
     """
     plain = plain_copy(model, plan)
-    parts = computed_parts(batch, 1 if whole else plan.microbatches, plan.cut, options.rows)
+    parts = computed_parts(batch, plan.microbatches, plan.cut, options.rows)
     context = positions_of(plain, plan, rank, options)
     parts = context.cut(parts)
     call = partial(_call, objective, context, DTYPES[plan.precision])
@@ -121,9 +112,9 @@ def model_spec(
     record, taped = _recorders(plain, real, call, options.kernels, around)
     if plans.meshes:
         passes = LayerPasses(plans, plan, rank, (*begin, *plans.outside(dict(spec.recomputed))))
-        rows = list(zip(parts, passes.counts(parts, counts, options.rows), strict=True))
+        rows = list(zip(parts, passes.counts(parts, options.rows), strict=True))
         return _with_meshes(spec, passes, table, (plain, record, call, taped), rows)
-    return _with_one_mesh(spec, (plan, rank, table), (plain, record, call, taped), parts, loads)
+    return _with_one_mesh(spec, (plan, rank, table), (plain, record, call, taped), parts)
 
 
 def positions_of(
@@ -161,9 +152,8 @@ def _with_one_mesh(
     under: tuple[Plan, int, Table | None],
     how: Recording,
     parts: Sequence[Any],
-    loads: Sequence[Loads],
 ) -> ModelSpec:
-    (plan, rank, table), (plain, record, call, taped) = under, how
+    (plan, rank, table), (_, record, _, _) = under, how
     if table is not None:
         spec = _with_table(spec, (plan, rank, table), how, parts)
     else:
@@ -173,25 +163,7 @@ def _with_one_mesh(
         rows = tuple(run.rows for run in runs)
         spec = replace(spec, expert_moves=moves, row_gathers=rows, run=runs[0], tapes=tapes)
         spec = replace(spec, recomputed=recomputed_kinds(spec, plan, dict(spec.recomputed)))
-    if not (spec.on_host and loads):
-        return spec
-    every = zip(parts, loads, strict=True)
-    passes = [_loaded(spec.run, under, (plain, call, taped), *one) for one in every]
-    return replace(spec, run=passes[0], tapes=tuple(run.tape for run in passes))
-
-
-def _loaded(
-    run: ModelPass,
-    under: tuple[Plan, int, Table | None],
-    how: tuple[nn.Module, Call, Callable[..., ModelPass]],
-    part: Any,
-    loads: Loads,
-) -> ModelPass:
-    """`run` with the tape of a microbatch whose experts have these loads."""
-    (plan, rank, table), (plain, call, taped) = under, how
-    laid_out = on_tensor_axis(plain, plan, rank, table)
-    expert_parallel.assume_loads(laid_out, rank, plan, loads)
-    return taped(run, laid_out, call, part)
+    return spec
 
 
 def _with_table(

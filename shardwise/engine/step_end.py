@@ -61,6 +61,30 @@ class StepNumbers(NamedTuple):
     differs: Tensor
 
 
+class Progress(NamedTuple):
+    """What the next step of an engine sends depends on: the steps of the run, of this engine, and
+    those that were not skipped; whether data ranks have compared a batch, and an update is pending.
+    """
+
+    steps: int
+    steps_run: int
+    checked: int
+    compared: bool
+    pending: bool
+
+    @classmethod
+    def of(cls, engine: "Engine") -> "Progress":
+        counts = engine.steps, engine.steps_run, engine.consistency.checked
+        return cls(*counts, engine.shares_compared, engine.updates.pending)
+
+    def give_to(self, dry: "Engine") -> None:
+        """Set these numbers of an engine, perhaps after its pending update."""
+        if dry.updates.pending and not self.pending:
+            dry.flush()
+        dry.steps, dry.steps_run, dry.consistency.checked = self[:3]
+        dry.shares_compared = self.compared
+
+
 class PendingResult:
     """The numbers of a step on their way to the host, with what is needed to report them."""
 

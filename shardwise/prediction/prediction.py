@@ -6,22 +6,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from shardwise.comm.ledger import Key, by_kind
 from shardwise.core.buffer_sizes import pool_bytes
 from shardwise.core.model_spec import ModelShape, ModelSpec
 from shardwise.core.plan.plan import Plan
-from shardwise.core.tools.arguments import NEVER, CheckEvery
 from shardwise.core.zero import CATEGORIES, Tier, by_tier
 from shardwise.prediction.rank_shape import added_flops_on, shape_on
 from shardwise.prediction.stored_bytes import ADAM, OptimizerShape, held_bytes
 from shardwise.prediction.traffic import (
     Counted,
-    ExpertLoads,
     Price,
     Share,
-    TrafficLine,
-    by_kind,
-    evaluation_bytes,
-    rerun_bytes,
     step_bytes,
 )
 from shardwise.techniques.context.price import CONTEXT
@@ -39,10 +34,6 @@ if TYPE_CHECKING:
 # --- the prices of all techniques: a new one is one line here -------------------------------------
 
 PRICES: Final[tuple[Price, ...]] = (PIPELINE, TENSOR, CONTEXT, RECOMPUTE, LAYERS, OFFLOAD, EXPERT)
-
-#: The first steps, in which ranks of a tensor axis compare each gradient
-#: (engine/checks/consistency.py).
-CHECKED_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -67,8 +58,6 @@ class Prediction:
 
     model              the rank's part of `spec`, the full model
     norm               gradients are clipped by their norm
-    check_every        in which steps ranks compare what they hold and compute; `rerun_bytes`: of a
-                       microbatch that another rank repeats
     broadcast_buffers  a step begins with rank 0's buffers
     device             "cpu" or "cuda"
     notes              name results that depend on the values of the batch
@@ -81,8 +70,6 @@ class Prediction:
     spec: ModelSpec
     optimizer: OptimizerShape = ADAM
     norm: bool = False
-    check_every: CheckEvery = NEVER
-    rerun_bytes: int = 0
     broadcast_buffers: bool = True
     device: str = "cpu"
     notes: tuple[str, ...] = ()
@@ -166,83 +153,22 @@ class Prediction:
         """Bytes sent in a step, by axis and kind, such as "dp all_gather".
 
         Copies between tiers are on the axis "tier".  The first steps of a run send a little more:
-        ranks compare batches and gradients.  Experts have an even load (`bytes_between`).
+        ranks compare batches and gradients.  Experts have an even load.
         """
         return by_kind(self.sent())
 
-    @property
-    def bytes_between(self) -> dict[str, tuple[int, int]]:
-        """The least and the most bytes of the lines of `bytes` that depend on values."""
-        return self.exchanged()
-
-    def exchanged(self, loads: ExpertLoads = ()) -> dict[str, tuple[int, int]]:
-        """The same if ranks have as many tokens as in these loads of the experts."""
-        share = self.share(loads)
-        return {line: bounds for each in PRICES for line, bounds in each.bounds(share).items()}
-
-    def in_step(
-        self,
-        step: int,
-        *,
-        done: int = 0,
-        skipped: int = 0,
-        flushed: bool = False,
-        loads: ExpertLoads = (),
-    ) -> dict[TrafficLine, int]:
-        """Bytes sent in an engine's step number `step`, from 0, by axis, kind and phase.
-
-        done      the engine has loaded a checkpoint that was saved after so many steps
-        skipped   so many steps before this one were skipped (fp16 overflowed), the last one
-                  right before it
-        flushed   the delayed update of the step before was finished before this one
-        loads     of the experts in each microbatch, even ones if not given
-        """
-        every = self.check_every
-        again = every.ranks > 0 and step % every.ranks == 0
-        reruns = every.rerun > 0 and step % every.rerun == 0
-        compares = "each" if step - skipped < CHECKED_STEPS else "sums" if again else ""
-        first = step == 0
-        meets = again or first
-        found = self.sent(first=first, meets=meets, compares=compares, reruns=reruns, loads=loads)
-        follows = step > 0 and not skipped and not flushed
-        omitted = {line for each in PRICES for line in each.omits(self.plan, step + done, follows)}
-        return {line: sent_bytes for line, sent_bytes in found.items() if line not in omitted}
-
-    def in_evaluation(self, loads: ExpertLoads = ()) -> dict[TrafficLine, int]:
-        """Bytes sent when the engine evaluates such a batch, by axis, kind and phase.
-
-        For a prediction of `Predictor.of` for the whole batch, with these loads of its experts.
-        """
-        model = shape_on(self.spec, self.plan, self.rank, trains=False)
-        plan = replace(self.plan, accumulate=1)
-        share = Share(plan, self.spec, model, self.rank, self.optimizer, loads, trains=False)
-        sent = evaluation_bytes(plan, model, self.rank, buffers=self.broadcast_buffers)
-        found = Counter[TrafficLine](sent)
-        for each in PRICES:
-            found.update(each.sends(share))
-        return {line: n for line, n in found.items() if line.phase in ("forward", "check")}
-
-    def sent(
-        self,
-        *,
-        first: bool = False,
-        meets: bool = False,
-        compares: str = "",
-        reruns: bool = False,
-        loads: ExpertLoads = (),
-    ) -> dict[TrafficLine, int]:
-        """Bytes sent in a step, by axis, kind and phase; options as in `step_bytes`."""
-        found = Counter[TrafficLine]()
-        each = {"first": first, "meets": meets, "reruns": reruns}
-        for sent in self._sent(loads, compares=compares, **each):
+    def sent(self) -> dict[Key, int]:
+        """Bytes sent in a step, by axis, kind and phase."""
+        found = Counter[Key]()
+        for sent in self._sent():
             found.update(sent)
         return dict(found)
 
     @property
     def messages(self) -> dict[str, int]:
         """Messages of `bytes`, by axis and kind; one for each move of a unit or an activation."""
-        found = Counter[TrafficLine]()
-        for sent in self._sent(()):
+        found = Counter[Key]()
+        for sent in self._sent():
             found.update(sent.messages)
         return by_kind(found)
 
@@ -260,35 +186,22 @@ class Prediction:
         from shardwise.prediction.time.step_time import Network
 
         network, found = Network(cluster, self.plan, self.rank), dict[str, float]()
-        for sent in self._sent(()):
+        for sent in self._sent():
             for (axis, kind), seconds in network.seconds_by_kind(sent).items():
                 name = f"{axis} {kind}"
                 found[name] = found.get(name, 0.0) + seconds
         return found
 
-    def _sent(
-        self,
-        loads: ExpertLoads,
-        *,
-        first: bool = False,
-        meets: bool = False,
-        compares: str = "",
-        reruns: bool = False,
-    ) -> Iterator[Counted]:
-        if reruns:
-            yield rerun_bytes(self.plan, self.rank, self.rerun_bytes)
+    def _sent(self) -> Iterator[Counted]:
         yield step_bytes(
-            replace(self.plan, accumulate=self.plan.accumulate + reruns),
+            self.plan,
             self.model,
             self.rank,
             norm=self.norm,
-            first=first,
-            meets=meets,
-            compares=compares,
             optimizer=self.optimizer,
             buffers=self.broadcast_buffers,
         )
-        share = self.share(loads)
+        share = self.share()
         yield from (each.sends(share) for each in PRICES)
 
     def _stored(self, tier: Tier, rows: Mapping[str, int]) -> dict[str, int]:
@@ -297,5 +210,5 @@ class Prediction:
             found.update(each.stores(share, tier))
         return dict(found)
 
-    def share(self, loads: ExpertLoads = ()) -> Share:
-        return Share(self.plan, self.spec, self.model, self.rank, self.optimizer, loads)
+    def share(self) -> Share:
+        return Share(self.plan, self.spec, self.model, self.rank, self.optimizer)

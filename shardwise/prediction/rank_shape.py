@@ -21,8 +21,8 @@ from shardwise.prediction.unit_acts import StageActs, by_phase, gathers
 from shardwise.techniques.recompute.price import Within, added_flops
 
 
-def shape_on(spec: ModelSpec, plan: Plan, rank: int, *, trains: bool = True) -> ModelShape:
-    """The units as `rank` holds them, and how often a step (or an evaluation) gathers each."""
+def shape_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelShape:
+    """The units as `rank` holds them, and how often a step gathers each."""
     spec = parts_on(spec, plan, rank)
     schedule, stages, units = schedule_of(plan), spec.stages, spec.shape.units
     buffers = spec.shape.buffers
@@ -30,10 +30,10 @@ def shape_on(spec: ModelSpec, plan: Plan, rank: int, *, trains: bool = True) -> 
         times = [(0, 0)] * len(units)
     elif schedule is not None and stages is not None:
         acts = StageActs(plan, spec, rank)
-        deque(acts.run(trains=trains), 0)
+        deque(acts.run(), 0)
         times = by_phase(acts.acts)
     else:
-        times = gathers(plan, spec, trains=trains)
+        times = gathers(plan, spec)
     if schedule is not None and stages is not None:
         place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
         mine = set(schedule.stages(place))

@@ -14,30 +14,23 @@ then the sums of its gradient over tensor and pipeline ranks.  In addition:
     update     of each parameter that an optimizer needs whole, the pieces of gradient and master
                go to its owner, which sends back the pieces of the updated master
 
-In the first step, the data ranks compare their shares beforehand, the ranks of other axes exchange
-three doubles for their batch, and those of the tensor axis one for the loss and two for each
-trained parameter that they replicate (engine/checks/consistency.py).  In later steps that compare,
-they exchange the batch's again, and three doubles for the loss and all gradients.
-
 An asynchronous schedule does the moves "once", and sums the consensus except the loss, with each of
-its updates.  An evaluation gathers the parameters for each use.  Its check is the buffers, from the
-first rank of each data axis; the loss, over the stages; then, over the data ranks, the loss, the
-tokens and three numbers of the batch's lists.
+its updates.  The first steps, and those of `check_every`, send a little more to compare ranks.
 
 The folder of a technique has a file that makes its `Price`; prediction.py lists all.  The rows of
 the states table, which every plan has, are priced here and in stored_bytes.py.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
 
+from shardwise.comm.ledger import Key
 from shardwise.core.layouts.layout import P, Placement, R, S, between, price, sums_by_gathering
 from shardwise.core.layouts.layouts import norm_axes
 from shardwise.core.layouts.param_layout import AxisLayout
-from shardwise.core.mesh import CONTEXT, PIPELINE, TENSOR
+from shardwise.core.mesh import PIPELINE, TENSOR
 from shardwise.core.model_spec import ModelShape, ModelSpec, Operation, ParamShape
 from shardwise.core.plan.plan import Plan
 from shardwise.core.schedule.library import updates
@@ -51,29 +44,16 @@ from shardwise.prediction.stored_bytes import (
     master_bytes,
     owners_of,
 )
-from shardwise.techniques.expert.expert_moves import Loads
 
 CONSENSUS_BYTES = 8  # added as doubles: a count of tokens must not be rounded
-#: Before the first step: tokens, errors, too few rows, lists, dtypes, a checksum (engine.py).
-FIRST_NUMBERS = 10
-#: Of an evaluation: the loss and the tokens.
-EVALUATED_NUMBERS = 2
 
 
-class TrafficLine(NamedTuple):
-    """The key of a count of bytes; the same three fields as in the ledger."""
-
-    axis: str
-    kind: str
-    phase: str
-
-
-class Counted(dict[TrafficLine, int]):
+class Counted(dict[Key, int]):
     """Bytes by line, and the messages that they are in."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.messages: Counter[TrafficLine] = Counter()
+        self.messages: Counter[Key] = Counter()
 
     def add(self, other: "Counted", times: int) -> None:
         for line, sent_bytes in other.items() if times else ():
@@ -96,7 +76,7 @@ class Tariff:
         self, axis: str, src: Placement, dst: Placement, numel: int, element_bytes: int, phase: str
     ) -> None:
         step = price(src, dst, numel, self.size(axis))
-        self.add(TrafficLine(axis, step.what, phase), round(step.sent) * element_bytes)
+        self.add(Key(axis, step.what, phase), round(step.sent) * element_bytes)
 
     def carry(self, group: Group, move: RowMove, phase: str, times: int = 1) -> None:
         """Moves of a group: between ranks, or between the tiers of this one."""
@@ -118,21 +98,21 @@ class Tariff:
 
     def sum_parts(self, axis: str, numel: int, ranks: int, element_bytes: int) -> None:
         step = price(P, R, numel, ranks)
-        self.add(TrafficLine(axis, step.what, "backward"), round(step.sent) * element_bytes)
+        self.add(Key(axis, step.what, "backward"), round(step.sent) * element_bytes)
 
     def ask(self, axis: str, ranks: int) -> None:
         """One number from each of `ranks` ranks of the axis, gathered by all of them."""
         step = price(S(0), R, ranks, ranks)
-        self.add(TrafficLine(axis, step.what, "check"), round(step.sent) * CONSENSUS_BYTES)
+        self.add(Key(axis, step.what, "check"), round(step.sent) * CONSENSUS_BYTES)
 
     def send(self, element_bytes: int, numel: int, phase: str) -> None:
-        self.add(TrafficLine(PIPELINE, "send", phase), numel * element_bytes)
+        self.add(Key(PIPELINE, "send", phase), numel * element_bytes)
 
     def broadcast(self, stored_bytes: int, phase: str) -> None:
         """The first rank of each data axis sends `stored_bytes` bytes to each of the others."""
         for axis in (self.shard, self.replicate):
             others = self.size(axis) - 1 if self.coordinates.get(axis, 0) == 0 else 0
-            self.add(TrafficLine(axis, "broadcast", phase), stored_bytes * others)
+            self.add(Key(axis, "broadcast", phase), stored_bytes * others)
 
     def agree(self, numbers: int, number_bytes: int) -> None:
         """Every rank sums a few numbers with all others, one axis after another."""
@@ -144,9 +124,9 @@ class Tariff:
                 self.move(axis, P, R, numbers, number_bytes, "check")
 
     def copy(self, src: Tier, dst: Tier, stored_bytes: int, phase: str) -> None:
-        self.add(TrafficLine("tier", between(src, dst), phase), stored_bytes)
+        self.add(Key("tier", between(src, dst), phase), stored_bytes)
 
-    def add(self, line: TrafficLine, sent_bytes: int) -> None:
+    def add(self, line: Key, sent_bytes: int) -> None:
         if sent_bytes:
             self.sent_bytes[line] = self.sent_bytes.get(line, 0) + sent_bytes
             self.sent_bytes.messages[line] += 1
@@ -158,19 +138,12 @@ def step_bytes(
     rank: int = 0,
     *,
     norm: bool = False,
-    first: bool = False,
-    meets: bool = False,
-    compares: str = "",
     buffers: bool = True,
     optimizer: OptimizerShape = ADAM,
 ) -> Counted:
     """The bytes `rank` sends in one step, activations apart; lines without any are left out.
-
-    norm      gradients are clipped (fp16 always computes their norm)
-    first     the first step of a run, which compares the shares of the data ranks
-    meets     ranks compare batches
-    compares  they also compare the loss and the gradients, "each" or by their "sums"
-    buffers   it begins with rank 0's buffers
+    `norm`: gradients are clipped (fp16 always computes their norm); `buffers`: it begins with rank
+    0's buffers.
     """
     tariff = Tariff(plan, rank)
     own = updates(plan.pipeline, plan.mesh.size_of(PIPELINE))
@@ -197,15 +170,6 @@ def step_bytes(
     for param in [*model.params] * (1 + own):
         holders = tariff.group(PIPELINE, layout_of(plan, param).on(PIPELINE))
         tariff.ask(PIPELINE, holders if param.trainable else 1)  # was it used by any?
-    if first:
-        tariff.agree(FIRST_NUMBERS, CONSENSUS_BYTES)
-    trained = [p for p in model.params if p.trainable]
-    trained = [p for p in trained if not p.layout or dict(p.layout.axes).get(TENSOR)]
-    whole = [p for p in trained if layout_of(plan, p).on(TENSOR).cut is None]
-    told = {"": 0, "sums": 3, "each": 1 + 2 * len(whole)}[compares]  # the loss, gradients
-    tariff.move(TENSOR, S(0), R, told * tariff.size(TENSOR), CONSENSUS_BYTES, "check")
-    if meets:
-        _compare_batches(tariff)
     return tariff.sent_bytes
 
 
@@ -229,49 +193,12 @@ def owner_bytes(
                 sent[1] += (stop - start) * master_bytes(group)
     for (axis, _), each in sizes.items():
         for sent_bytes in each:
-            tariff.add(TrafficLine(axis, "all_to_all", "update"), sent_bytes)
-    return tariff.sent_bytes
-
-
-def _compare_batches(tariff: Tariff) -> None:
-    for axis in (TENSOR, PIPELINE, CONTEXT):
-        tariff.move(axis, S(0), R, 3 * tariff.size(axis), CONSENSUS_BYTES, "check")
-
-
-def rerun_bytes(plan: Plan, rank: int, sent_bytes: int) -> Counted:
-    """What `rank` sends to the data rank that repeats its microbatch, two lengths first."""
-    tariff = Tariff(plan, rank)
-    axis = tariff.shard if tariff.size(tariff.shard) > 1 else tariff.replicate
-    tariff.move(axis, S(0), R, 2 * tariff.size(axis), CONSENSUS_BYTES, "check")
-    tariff.add(TrafficLine(axis, "all_to_all", "check"), sent_bytes)
-    return tariff.sent_bytes
-
-
-def evaluation_bytes(plan: Plan, model: ModelShape, rank: int, *, buffers: bool = True) -> Counted:
-    """The bytes `rank` sends to evaluate a batch, activations apart, with those of a backward pass.
-    `plan` has one microbatch; `model` is the rank's part with the uses of an evaluation.
-    """
-    tariff = Tariff(plan, rank)
-    for group in groups(plan, model):
-        carry_row(tariff, group)
-    _buffers(tariff, model, "check", sent=buffers)
-    tariff.agree(EVALUATED_NUMBERS, CONSENSUS_BYTES)
-    tariff.move(PIPELINE, S(0), R, tariff.size(PIPELINE), CONSENSUS_BYTES, "check")
-    _compare_batches(tariff)
+            tariff.add(Key(axis, "all_to_all", "update"), sent_bytes)
     return tariff.sent_bytes
 
 
 def _buffers(tariff: Tariff, model: ModelShape, phase: str, *, sent: bool = True) -> None:
     tariff.broadcast(sum(buffer.stored_bytes for buffer in model.buffers) * sent, phase)
-
-
-def by_kind(sent_bytes: dict[TrafficLine, int]) -> dict[str, int]:
-    """The bytes by axis and kind, such as "dp all_gather", summed over phases, without zeros."""
-    total: dict[str, int] = {}
-    for line, count in ((line, count) for line, count in sent_bytes.items() if count):
-        name = f"{line.axis} {line.kind}"
-        total[name] = total.get(name, 0) + count
-    return dict(sorted(total.items()))
 
 
 def phases(plan: Plan, group: Group, moment: Moment, updates: int = 1) -> dict[str, int]:
@@ -312,37 +239,27 @@ def _shared(tariff: Tariff, param: ParamShape) -> None:
 
 # --- the price of a technique ---------------------------------------------------------------------
 
-#: The loads of the experts in each microbatch; without them experts have an even load.
-ExpertLoads = Sequence[Loads]
-
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank carries out of a plan, in a step or (`trains` False) in an evaluation."""
+    """What one rank carries out of a plan in a step."""
 
     plan: Plan
     spec: ModelSpec
     model: ModelShape
     rank: int
     optimizer: OptimizerShape
-    loads: ExpertLoads = ()
-    trains: bool = True
 
 
 @dataclass(frozen=True)
 class Price:
     """The costs of a technique for a rank; a plan without the technique costs nothing.
 
-    sends    bytes in a step, or in an evaluation, whose backward pass does not count
+    sends    bytes in a step
     stores   bytes on a tier between steps, by category
-    bounds   the least and the most bytes, by axis and kind, of what depends on values
-    omits    lines that the step of this number does not send; the flag says whether it follows one
-             of this engine whose update may not be finished
     spends   the operations of one pass of the model beside those of the plain one
     """
 
     sends: Callable[[Share], Counted]
     stores: Callable[[Share, Tier], Mapping[str, int]] = lambda _share, _tier: {}
-    bounds: Callable[[Share], Mapping[str, tuple[int, int]]] = lambda _: {}
-    omits: Callable[[Plan, int, bool], Collection[TrafficLine]] = lambda _plan, _step, _follows: ()
     spends: Callable[[Share], Iterable[Operation]] = lambda _: ()

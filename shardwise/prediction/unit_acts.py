@@ -70,12 +70,9 @@ class UnitActs:
         calls: Iterable[Call],
         values: Sequence[Value],
         reads: Iterable[tuple[int, int]] = (),
-        *,
-        recorded: bool = True,
     ) -> list[Returned]:
         """Feed the calls of a forward pass; returns what its backward pass goes through.
-        `reads`: the number of calls before the use of a unit's parameters.  In an evaluation the
-        pass is not `recorded` by autograd, and ends when the root returns.
+        `reads`: the number of calls before the use of a unit's parameters.
         """
         numbers = {name: n for n, unit in enumerate(modules) for name in unit.modules}
         calls, found, begun, silent = [*calls], list[Returned](), set[int](), set[int]()
@@ -83,13 +80,11 @@ class UnitActs:
         uses = deque(sorted(reads))
         for number, call in enumerate(calls):
             self.read(uses, number)
-            if not (call.module or call.begins or recorded):
-                self.do([Act("close", unit) for unit in [*self.opened]])
             unit = None if call.recomputed else numbers.get(call.module)
             if unit is None:
                 continue
             if call.begins:
-                under_no_grad = recorded and not call.recorded  # frozen, or a checkpoint
+                under_no_grad = not call.recorded  # frozen, or a checkpoint
                 (silent.add if under_no_grad else silent.discard)(unit)
                 self.again |= {unit} if under_no_grad and call.module in again else set()
                 first = unit not in begun
@@ -102,7 +97,7 @@ class UnitActs:
                 graded = any(values[value].trained for value in call.values)
                 found += [Returned(unit, self.order.place)] if graded else []
                 ends = call.module == modules[unit].modules[-1]
-                taped = recorded and unit not in silent
+                taped = unit not in silent
                 self.do(self.order.returned(unit, ends=ends, recorded=taped, graded=graded))
             elif any(values[value].trained for value in call.values):
                 found.append(Returned(unit, CallPlace([], 0)))
@@ -185,12 +180,11 @@ class StageActs:
         )
         self.acts = UnitActs(self.order)
 
-    def run(self, *, trains: bool = True) -> Iterator[Action]:
-        """A run of the schedule, or the forward of one microbatch; yields after each action."""
+    def run(self) -> Iterator[Action]:
+        """A run of the schedule; yields after each action."""
         passed = dict[tuple[int, int], list[Returned]]()
-        evaluation = [Action("F", stage, 0) for stage in self.own]
         self.order.begin_run()
-        for action in self.actions if trains else evaluation:
+        for action in self.actions:
             op, stage, microbatch = action
             if op not in COMPUTE_OPS:
                 yield action
@@ -199,10 +193,10 @@ class StageActs:
             self.acts.do(self.order.enter(stage, op, graded=self.graded[stage]))
             if op == "F":
                 of = self.spec.modules, self.calls[stage], self.spec.run.values
-                passed[stage, microbatch] = self.acts.forward(*of, recorded=trains)
+                passed[stage, microbatch] = self.acts.forward(*of)
             else:
                 self.acts.backward(passed[stage, microbatch])
-            self.acts.do(self.order.leave(recorded=trains))
+            self.acts.do(self.order.leave(recorded=True))
             yield action
         self.acts.do(self.order.abandon())
 
@@ -265,15 +259,10 @@ def sums_of(plan: Plan, every: Iterable[Sequence[Group]], rank: int) -> tuple[bo
     return any(further), any(group.moves.offload for group in own)
 
 
-def gathers(plan: Plan, spec: ModelSpec, *, trains: bool = True) -> list[tuple[int, int]]:
-    """The gathers of each unit in forward and in backward, of a microbatch or an evaluation."""
+def gathers(plan: Plan, spec: ModelSpec) -> list[tuple[int, int]]:
+    """The gathers of each unit in forward and in backward of a microbatch."""
     acts = UnitActs(UnitOrder(states_of(by_unit(plan, spec.shape), spec.modules), 0))
-    if trains:
-        acts.microbatch(spec)
-    else:
-        acts.order.begin_forward(recorded=False)
-        own = spec.run.calls, spec.run.values, reads_of(spec)
-        acts.forward(spec.modules, *own, recorded=False)
+    acts.microbatch(spec)
     return by_phase(acts)
 
 

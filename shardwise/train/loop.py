@@ -29,6 +29,7 @@ from shardwise.core.errors import NonFiniteError, bad
 from shardwise.engine.checks.device_room import explained, ran_out
 from shardwise.engine.engine import Engine
 from shardwise.engine.step_end import Metrics as StepMetrics
+from shardwise.engine.step_end import Progress
 from shardwise.models.decoder import flops_per_token
 from shardwise.train import metrics, progress, run_folder
 from shardwise.train.config import Config
@@ -237,8 +238,9 @@ def share(run: Run, numbers: Index) -> Batch:
 def train_step(run: Run, mine: Batch) -> StepMetrics:
     """Run a step. Raises NonFiniteError, on every rank, and RunError if memory runs out."""
     try:
+        before = Progress.of(run.engine)
         done = run.engine.step(mine)
-        run.last.add(mine, done.skipped)
+        run.last.share, run.last.before, run.last.skipped = mine, before, done.skipped
         return done
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, NonFiniteError):

@@ -20,6 +20,7 @@ from shardwise.engine.parallelize import build_engine
 from shardwise.engine.predict import Predictor, predict_with
 from shardwise.models import decoder, gpt, moe
 from shardwise.models.decoder import Sizes
+from shardwise.observe.dry_twin import DryTwin
 from shardwise.observe.work import kernels_of
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.tensor.tensor_table import Table
@@ -76,10 +77,18 @@ def predictor(
 
 
 def prediction_of(prepared: PreparedRun, engine: Engine, share: Batch) -> Prediction:
-    model = on_meta(prepared.sizes)
-    stages = engine.staging.begins if engine.staging else None
-    options, at = replace(_options(prepared, engine.world.device), stages=stages), engine.world
+    model, options, at = on_meta(prepared.sizes), _as_built(prepared, engine), engine.world
     return Predictor(model, prepared.plan, options, rank=at.rank, ranks=at.size).of(share)
+
+
+def dry_twin(prepared: PreparedRun, engine: Engine) -> DryTwin:
+    options = _as_built(prepared, engine)
+    return DryTwin(on_meta(prepared.sizes), engine.plan, options, engine.world.rank)
+
+
+def _as_built(prepared: PreparedRun, engine: Engine) -> EngineOptions:
+    stages = engine.staging.begins if engine.staging else None
+    return replace(_options(prepared, engine.world.device), stages=stages)
 
 
 def has_clusters(prepared: PreparedRun) -> bool:

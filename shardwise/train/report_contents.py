@@ -201,10 +201,7 @@ def _bytes(summary: Summary) -> Section:
     series = _with_sums(cost.sent, cost.predicted_sent)
     if not _names(series):
         return Section("Bytes", ["No bytes: there is no other rank."])
-    said = [
-        f"{kind} depends on where the tokens go: {least:,} to {most:,} bytes."
-        for kind, (least, most) in cost.bytes_between.items()
-    ]
+    said = [f"{kind} depends on where the tokens go." for kind in cost.routed]
     return Section(
         "Bytes",
         ["Each row is an axis of the plan and an operation of its ranks.", *said],
@@ -307,7 +304,7 @@ def _sent_text(summary: Summary) -> str:
     whose = _whose(rank, [sum(of.sent.values()) for of in summary.costs])
     exchanged = "".join(
         f", and {size_text(cost.sent.get(kind, 0))} of {kind}, which depends on the routing"
-        for kind in cost.bytes_between
+        for kind in cost.routed
     )
     return f"{_compared_text(cost.sent, cost.predicted_sent)} by {whose}{exchanged}"
 

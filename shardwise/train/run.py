@@ -15,17 +15,19 @@ from typing import TypeVar
 import torch
 from rich.console import Console
 
+from shardwise.comm.ledger import by_kind
 from shardwise.comm.move import all_reduce
 from shardwise.comm.objects import all_gather_object
 from shardwise.comm.start.worker import StopSignal
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, one_line
+from shardwise.core.mesh import EXPERTS
 from shardwise.engine.engine import Engine
+from shardwise.engine.step_end import Progress
 from shardwise.models.decoder import parameters
-from shardwise.prediction.traffic import by_kind
 from shardwise.train import metrics
 from shardwise.train.metrics import MetricsWriter
-from shardwise.train.model import Batch, prediction_of
+from shardwise.train.model import Batch, dry_twin, prediction_of
 from shardwise.train.prepare import PreparedRun
 from shardwise.train.progress import Shown
 from shardwise.train.report_contents import contents_of, table
@@ -42,15 +44,11 @@ T = TypeVar("T")
 
 @dataclass
 class LastStep:
-    """This rank's share of the last step of this program, and the skipped steps before it."""
+    """This rank's share of the last step of this program, and where the engine was before it."""
 
     share: Batch | None = None
-    skipped_before: int = 0
+    before: Progress | None = None
     skipped: bool = False
-
-    def add(self, share: Batch, skipped: bool) -> None:
-        self.skipped_before += self.skipped
-        self.share, self.skipped = share, skipped
 
 
 @dataclass(frozen=True)
@@ -217,19 +215,20 @@ def own_cost(run: Run) -> RankCost:
     engine, last = run.engine, run.last
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * MAXRSS_BYTES
     measured = RankCost(engine.memory(), {}, engine.measured_bytes(), {}, peak_bytes=peak_bytes)
-    if last.share is None:
+    if last.share is None or last.skipped:
         return measured
     share = last.share
-    found = attempt("the prediction", lambda: prediction_of(run.prepared, engine, share))
-    if found is None:
-        return measured
-    train, before = run.prepared.config.train, engine.steps - 1
-    sent = found.in_step(
-        engine.steps_run - 1,
-        done=engine.steps - engine.steps_run,
-        skipped=last.skipped_before,
-        flushed=is_due(before, train.eval_every) or is_due(before, train.save_every),
-    )
-    between = found.bytes_between
-    known = {kind: n for kind, n in by_kind(sent).items() if kind not in between}
-    return RankCost(measured.memory, found.memory, measured.sent, known, between, peak_bytes)
+    found = attempt("the prediction", lambda: dry_cost(run, share))
+    return replace(found, peak_bytes=peak_bytes) if found else measured
+
+
+def dry_cost(run: Run, share: Batch) -> RankCost:
+    """This rank's cost beside that of a dry run; its first step learns the order of units."""
+    engine, dry = run.engine, dry_twin(run.prepared, run.engine)
+    dry.step(None, share)
+    sent = by_kind(dry.step(run.last.before, share))
+    routed = tuple(kind for kind in sent if kind == f"{EXPERTS} all_to_all")
+    known = {kind: n for kind, n in sent.items() if kind not in routed}
+    memory = dry.memory()
+    found = {name: memory.get(name, 0) for name in engine.memory()}
+    return RankCost(engine.memory(), found, engine.measured_bytes(), known, routed)

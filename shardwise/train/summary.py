@@ -96,32 +96,30 @@ def _rate(ranks: list[tuple[int, float]]) -> str:
 @dataclass(frozen=True)
 class RankCost:
     """A rank's memory by category and traffic per step by kind: measured and predicted.
-    `bytes_between` bounds the kinds that depend on values; `peak_bytes` is that of the process.
+    `routed` are the kinds that the routing of tokens decides; `peak_bytes` is that of the process.
     """
 
     memory: dict[str, int]
     predicted_memory: dict[str, int]
     sent: dict[str, int]
     predicted_sent: dict[str, int]
-    bytes_between: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    routed: tuple[str, ...] = ()
     peak_bytes: int = 0
 
     @property
     def memory_agrees(self) -> bool | None:
         """None without a prediction."""
-        return _agree(self.memory, {k: (n, n) for k, n in self.predicted_memory.items()})
+        return _agree(self.memory, self.predicted_memory)
 
     @property
     def sent_agrees(self) -> bool | None:
-        """Whether each kind has the predicted bytes, or is between its bounds."""
-        exact = {kind: (n, n) for kind, n in self.predicted_sent.items()}
-        return _agree(self.sent, exact | self.bytes_between)
+        """Whether each predicted kind has the predicted bytes."""
+        return _agree(self.sent, self.predicted_sent)
 
 
-def _agree(measured: dict[str, int], bounds: dict[str, tuple[int, int]]) -> bool | None:
-    names = measured.keys() & bounds.keys()
-    inside = [bounds[name][0] <= measured[name] <= bounds[name][1] for name in names]
-    return all(inside) if inside else None
+def _agree(measured: dict[str, int], predicted: dict[str, int]) -> bool | None:
+    same = [measured[name] == predicted[name] for name in measured.keys() & predicted.keys()]
+    return all(same) if same else None
 
 
 def all_agree(found: Iterable[bool | None]) -> bool | None:

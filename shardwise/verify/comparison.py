@@ -17,21 +17,23 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from shardwise.comm.ledger import Key
 from shardwise.core.errors import NonFiniteError
-from shardwise.core.zero import by_tier
+from shardwise.engine import memory
 from shardwise.engine.batch import copied as own_tensors
 from shardwise.engine.checks import hint
 from shardwise.engine.engine import Engine
 from shardwise.engine.state.box import Box
+from shardwise.observe.dry_twin import DryTwin, sent_bytes
 from shardwise.techniques.expert.apply import experts_in, layers_of
-from shardwise.verify.costs import Costs, Theory
+from shardwise.verify.costs import Costs
 from shardwise.verify.difference import Wholes, compared, ratio, scalar
 from shardwise.verify.finding import NEVER, BoxPlace, Errors, Finding, Parts, renamed
 from shardwise.verify.oracles import textbook
 from shardwise.verify.oracles.async_oracle import AsyncOracle
 from shardwise.verify.oracles.batches import IDLE_STEP, ROWS, SEED, Division, rows_of_step
 from shardwise.verify.oracles.loads import Choices
-from shardwise.verify.oracles.oracle import Oracle
+from shardwise.verify.oracles.oracle import Oracle, in_eval_mode
 from shardwise.verify.oracles.oracles import LOSS_SCALE, Oracles
 from shardwise.verify.oracles.recipe import factor_of
 from shardwise.verify.oracles.replay import Replay, published
@@ -57,12 +59,11 @@ class Comparison:
     """The comparison of a run with its oracles so far."""
 
     oracles: Oracles
-    theory: Theory
+    dry: DryTwin
     batch: Callable[[int, int, torch.device], Any]
     errors: list[Errors | Parts]
     pieces: list[tuple[str, frozenset[BoxPlace]]]
     costs: Costs = field(default_factory=Costs)
-    flushed: bool = False  # whether something has finished a delayed update since the last step
     alone: list[float] = field(default_factory=list[float])  # the losses of the first oracle
 
     def __post_init__(self) -> None:
@@ -70,18 +71,28 @@ class Comparison:
         self.choices = Choices(nearest)
         self.first = {name: b.clone() for name, b in nearest.named_buffers()}
         self.routes = Routes(self.oracles)
+        self.uses = self._uses()
+
+    def _uses(self) -> textbook.Uses:
+        """How a forward of the plain model uses its weights."""
+        oracle = self.oracles.exact
+        few = self.batch(ROWS, SEED, next(oracle.model.parameters()).device)
+        with textbook.Uses(oracle.model) as uses:
+            in_eval_mode(oracle.model, lambda m: oracle.task.loss_of(m, few, oracle.dtype))
+        self.choices.evaluated.clear()
+        return uses
 
     def apart(self) -> "Comparison":
         twin = copy(self)
         twin.errors = []
         return twin
 
-    def step(self, engine: Engine, step: int, *, loaded: bool = False, skipped: int = 0) -> None:
-        """Train run and oracles on a new batch, after `skipped` steps of the engine."""
+    def step(self, engine: Engine, step: int, *, loaded: bool = False) -> None:
+        """Train run and oracles on a new batch."""
         whole, own, division = self.shared(engine, step)
         if not loaded:
             self.rate(engine, factor_of(step))
-        idle = division.idle
+        idle, theory = division.idle, self.dry.step(engine, own, division.counts(whole))
         with bounded(engine, step) as clip, hint.sharded(engine.plan, lambda: None):
             metrics = drawn(step, lambda: self.routes.run(engine, lambda: engine.step(own)))
         self.routes.follow(engine, division.counts(whole))
@@ -93,9 +104,7 @@ class Comparison:
         mine = EngineStep.last(engine, metrics)
         self.errors += step_errors(step + 1, mine, expected, self.oracles.unit)
         loads = self.choices.loads(whole, engine.plan, division)
-        theory = self.theory(own, division.counts(whole), loads)
-        told = {"flushed": self.flushed, "skipped": skipped, "loads": loads}
-        self.costs, self.flushed = self.costs.after(engine, theory, **told), False
+        self.costs = self.costs.after(engine, theory, self.uses, loads, self.dry.note)
         if metrics.skipped:
             self.errors.append(Errors("gradients", ("none: the update was skipped",), (NEVER,)))
         else:
@@ -127,7 +136,7 @@ class Comparison:
         halved = (engine.scale.value, engine.scale.good) == (OVERFLOW / 2, 0)
         engine.scale.value, engine.scale.good = LOSS_SCALE, engine.scale.patience - 1
         following = self.apart()
-        following.step(engine, step, skipped=1)
+        following.step(engine, step)
         following.state(engine)
         self.costs = following.costs
         doubled = (engine.scale.value, engine.scale.good) == (2 * LOSS_SCALE, 0)
@@ -176,9 +185,12 @@ class Comparison:
 
     def agrees(
         self, name: str, engine: Engine, step: int, shared: tuple[Any, Any, Division]
-    ) -> None:
-        """Compare the loss of a global batch in eval mode, and its number of tokens."""
+    ) -> dict[Key, int]:
+        """Compare the loss of a global batch in eval mode, and its number of tokens. Returns what
+        the dry run sends.
+        """
         whole, own, division = shared
+        theory = self.dry.evaluate(own, replace(division, microbatches=1).counts(whole))
         run = partial(self.routes.run, engine, lambda: engine.evaluate(own))
         found = drawn(step, run)
         self.choices.evaluated.clear()
@@ -199,6 +211,7 @@ class Comparison:
         for what, number, wanted in zip(("loss", "tokens"), found, (losses, tokens), strict=True):
             unit = self.oracles.unit
             self.errors.append(scalar("evaluation", what + name, float(number), wanted, unit))
+        return theory
 
     def reload(self, saved: Engine, engine: Engine, step: int) -> None:
         """Load a checkpoint of `saved` into `engine`, and compare a step of it."""
@@ -233,7 +246,6 @@ class Comparison:
         _, own, _ = self.shared(engine, 0)
         for _ in range(offload.undelayed + 1):
             drawn(step, lambda: engine.step(own))
-        self.flushed = True  # no update is pending after the load
 
     def not_finite(self, engine: Engine, step: int) -> None:
         """Check that gradients that are not finite raise, and change nothing. In fp16 the step is
@@ -280,16 +292,14 @@ class Comparison:
         if pending or shared[2].idle:
             name = ", with an update pending" if pending else ", first"
             self.agrees(name, engine, step, shared)
-            self.flushed |= pending
         engine.wait()
-        whole, own, division = shared = self.shared(engine, step)
+        whole, _, division = shared = self.shared(engine, step)
         before = engine.ledger.lines
-        self.agrees("", engine, step, shared)
-        sent = engine.ledger.since(before)
+        theory = self.agrees("", engine, step, shared)
+        sent = sent_bytes(engine.ledger.since(before))
         at_once = replace(division, microbatches=1)
         loads = self.choices.loads(whole, engine.plan, at_once, trained=False)
-        theory = self.theory(own, at_once.counts(whole), whole=True)
-        self.costs = self.costs.of_evaluation(sent, theory, loads)
+        self.costs = self.costs.of_evaluation(engine, sent, theory, self.uses, loads)
         few = self.batch(ROWS, SEED + step, engine.world.device)
         ranks = engine.data_ranks, engine.data_rank
         nearest = self.oracles.nearest
@@ -309,15 +319,15 @@ class Comparison:
 def compare(
     ours: Engine,
     oracles: Oracles,
-    theory: Theory,
+    dry: DryTwin,
     batch: Callable[[int, int, torch.device], Any],
     steps: int,
-    fresh: Callable[[], tuple[Engine, Theory]] | None = None,
+    fresh: Callable[[], tuple[Engine, DryTwin]] | None = None,
 ) -> Finding:
-    """Train the engine and its oracles on `batch(rows, seed, device)`, and compare. `theory(batch)`
-    predicts this rank's share. `fresh()`: another engine and its theory, to load a checkpoint.
+    """Train the engine and its oracles on `batch(rows, seed, device)`, and compare. `dry` is the
+    dry run of `ours`. `fresh()`: another engine and its dry run, to load a checkpoint.
     """
-    so_far = Comparison(oracles, theory, batch, [], [])
+    so_far = Comparison(oracles, dry, batch, [], [])
     so_far.routes.watch(ours)
     looks = so_far.apart()  # shown after the states
     offload = ours.plan.offloaded
@@ -331,16 +341,15 @@ def compare(
         if step == look:  # so that later steps follow each other
             looks.costs = so_far.costs
             looks.evaluation(ours, steps)
-            so_far.costs, so_far.flushed = looks.costs, looks.flushed
+            so_far.costs = looks.costs
     so_far.state(ours)
     so_far.errors += looks.errors
-    prediction = theory(so_far.shared(ours, steps - 1)[1])
-    held = by_tier(ours.memory(), ours.host_memory(), ours.disk_memory())
-    finding = Finding(ours.world.rank, (), so_far.costs, held, prediction.memory_by_tier)
-    finding = finding.with_promises(textbook.broken(ours, prediction.activations))
+    held = memory.resting(ours), dry.memory()
+    finding = Finding(ours.world.rank, (), so_far.costs, *held)
+    finding = finding.with_promises(textbook.broken(ours))
     again = ours
     if fresh is not None:
-        again, so_far.theory = fresh()
+        again, so_far.dry = fresh()
         so_far.reload(ours, again, steps + 1)
     if ours.scale.on:
         so_far.overflow(again, steps + 2)

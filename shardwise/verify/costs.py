@@ -1,31 +1,33 @@
-"""The bytes that a rank sends in its steps, counted and predicted from the plain model."""
+"""The bytes that a rank sends in its steps: counted, of a dry run, and by the closed forms."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardwise.comm.ledger import Key, Tally
+from shardwise.comm.ledger import TIER, Key, by_kind, sent_bytes
+from shardwise.core.mesh import EXPERTS
 from shardwise.engine.engine import Engine
-from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.traffic import TrafficLine, by_kind
 from shardwise.techniques.expert.expert_moves import Loads
-from shardwise.techniques.expert.price import EVEN
+from shardwise.verify.oracles import textbook
+from shardwise.verify.oracles.textbook import Uses
 
-#: The prediction for a step on this rank's share of a batch, perhaps with the rows of all ranks.
-Theory = Callable[..., Prediction]
+#: The tokens that go to experts of other ranks, and back.
+EXCHANGED = f"{EXPERTS} all_to_all"
 #: The note on layers of experts.
 LOADS = (
     "the predicted bytes on the axis ep are computed from the routing of tokens by one process, on "
     "the same batches"
 )
+#: By axis, kind and phase.
+Lines = Mapping[Key, int]
 
 
 @dataclass(frozen=True)
 class Costs:
     """The bytes of one step, by axis and kind: of the first step that differs, else of the last.
 
-    `hold`: in every step so far, each line of the ledger equals its prediction, in each phase.
-    `peaks` has by name a bound on the most bytes of a step, and the measured most
-    (memory_proof.py). `notes` name parts of the prediction that depend on values.
+    `hold`: in every step so far, each line of the ledger equals that of the dry run, in each phase,
+    and no closed form differs. `peaks` has by name a bound on the most bytes of a step, and the
+    measured most (memory_proof.py). `notes` name parts of the prediction that depend on values.
     """
 
     theory: dict[str, int] = field(default_factory=dict[str, int])
@@ -37,52 +39,50 @@ class Costs:
     def after(
         self,
         engine: Engine,
-        prediction: Prediction,
-        *,
-        flushed: bool = False,
-        skipped: int = 0,
+        theory: Lines,
+        uses: Uses | None = None,
         loads: Sequence[Loads] = (),
+        note: str = "",
     ) -> "Costs":
-        """With the last step of `engine`. `flushed`: a delayed update was finished before that
-        step, as by an evaluation. `skipped` earlier steps were skipped, the last right before it.
+        """With the last step of `engine`, whose dry run sends `theory`. `uses`: of the weights in
+        the model's forward; `loads`: of its experts in each microbatch; `note`: of the dry run.
         """
-        if not self.hold:
-            return self
-        counted = {
-            TrafficLine(*key): t.sent_bytes for key, t in engine.last.items() if t.sent_bytes
-        }
-        done = engine.steps - engine.steps_run
-        before = {"flushed": flushed, "done": done, "skipped": skipped}
-        theory = prediction.in_step(engine.steps_run - 1, **before, loads=loads)
-        notes = tuple(LOADS if note == EVEN else note for note in prediction.notes)
-        between = prediction.exchanged(loads) if _short(prediction) else {}
-        notes += tuple(
-            f"{name}: {by_kind(counted).get(name, 0):,} bytes counted, "
-            f"{by_kind(theory).get(name, 0):,} by the loads of one process, {least:,} to {most:,} "
-            "possible. In 16 bits the two may round the scores of a token differently"
-            for name, (least, most) in between.items()
-        )
-        same = all(a <= by_kind(counted).get(name, 0) <= b for name, (a, b) in between.items())
-        theory, counted = (_without(lines, between) for lines in (theory, counted))
-        same = same and theory == counted
-        return Costs(by_kind(theory), by_kind(counted), same, notes)
+        found = self._compared(engine, sent_bytes(engine.last), theory, uses, loads, trains=True)
+        notes = note, LOADS if engine.plan.ep > 1 else ""
+        return replace(found, notes=tuple(filter(None, notes))) if self.hold else self
 
     def of_evaluation(
-        self, sent: Mapping[Key, Tally], prediction: Prediction, loads: Sequence[Loads]
+        self, engine: Engine, sent: Lines, theory: Lines, uses: Uses | None, loads: Sequence[Loads]
     ) -> "Costs":
         """These costs if an evaluation `sent` what is predicted, else the evaluation's."""
-        counted = {TrafficLine(*key): t.sent_bytes for key, t in sent.items() if t.sent_bytes}
-        theory = prediction.in_evaluation(loads)
-        open_lines = prediction.bytes_between if _short(prediction) else {}
-        theory, counted = (_without(lines, open_lines) for lines in (theory, counted))
-        if not self.hold or theory == counted:
-            return self
-        return replace(self, theory=by_kind(theory), counted=by_kind(counted), hold=False)
+        found = self._compared(engine, sent, theory, uses, loads, trains=False)
+        return found if self.hold and not found.hold else self
+
+    def _compared(
+        self,
+        engine: Engine,
+        counted: Lines,
+        theory: Lines,
+        uses: Uses | None,
+        loads: Sequence[Loads],
+        *,
+        trains: bool,
+    ) -> "Costs":
+        exact = {line: n for line, n in theory.items() if not _depends(engine, line)}
+        read = {line: n for line, n in counted.items() if not _depends(engine, line)}
+        kinds = [by_kind(exact), by_kind(read)]
+        if uses and engine.plan.ep > 1 and engine.plan.precision not in ("bf16", "fp16"):
+            kinds[0][EXCHANGED] = textbook.exchanged(engine, uses, loads, trains=trains)
+            kinds[1][EXCHANGED] = by_kind(counted).get(EXCHANGED, 0)
+        hold = exact == read and kinds[0] == kinds[1]
+        if uses is not None:
+            broken = textbook.broken_bytes(engine, counted, uses, trains=trains)
+            for name, (found, promised) in broken.items():
+                hold, kinds[0][name], kinds[1][name] = False, promised, found
+        return replace(self, theory=kinds[0], counted=kinds[1], hold=hold)
 
 
-def _short(prediction: Prediction) -> bool:
-    return prediction.plan.precision in ("bf16", "fp16")
-
-
-def _without(lines: dict[TrafficLine, int], names: Collection[str]) -> dict[TrafficLine, int]:
-    return {line: n for line, n in lines.items() if f"{line.axis} {line.kind}" not in names}
+def _depends(engine: Engine, line: Key) -> bool:
+    """Whether the line depends on the routing of tokens."""
+    copied = engine.plan.activations_on_host and line.axis == TIER and line.phase != "update"
+    return engine.plan.ep > 1 and (copied or line[:2] == (EXPERTS, "all_to_all"))

@@ -17,7 +17,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -25,16 +24,16 @@ from torch import Tensor, nn
 
 from shardwise.comm.start.peers import PEERS
 from shardwise.core.tools.hook import collect
-from shardwise.core.zero import GATHERED, KEPT, PREDICTED, Event, by_tier
+from shardwise.core.zero import GATHERED, KEPT, PREDICTED, Event
 from shardwise.engine.engine import Engine
+from shardwise.engine.memory import resting
+from shardwise.observe.dry_twin import DryTwin
 from shardwise.observe.measured_timeline import StepMeter, measuring
 from shardwise.observe.meter import Live, Stray
-from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.stored_bytes import block_bytes
-from shardwise.prediction.unit_acts import by_unit
 from shardwise.techniques.expert.apply import experts_in
 from shardwise.techniques.expert.expert_moves import Loads
-from shardwise.verify.costs import Costs, Theory
+from shardwise.verify.costs import Costs
+from shardwise.verify.oracles import textbook
 
 READ_AFTER: Final = (3, 10)
 MEASURED_STEP: Final = 4
@@ -55,8 +54,6 @@ class Memory:
     costs: Costs
 
 
-#: The predicted events of a step on a rank's batch; none for a plan without a timeline.
-Foresee = Callable[[Prediction, Any], Sequence[Event]]
 #: Tensors that are attributes of modules, by the names of module and attribute.
 Attributes = dict[tuple[str, str], Tensor]
 
@@ -75,16 +72,14 @@ def over_steps(
     engine: Engine,
     live: Live,
     batch: Callable[[int], Any],
-    predicted: Theory,
+    dry: DryTwin,
     own: Collection[tuple[str, str]] = (),
     loads: Callable[[int], Sequence[Loads]] = lambda _: (),
-    foresee: Foresee | None = None,
 ) -> Memory:
     """Train `engine`, which was built under `live`, on `batch(step)`; called by all ranks.
 
-    `predicted(batch(step))` is the prediction for the step. `own` are the attributes that the model
-    has in one process too; `loads(step)` are its experts'; `foresee` predicts the events of a step.
-    The result has only categories that differ from the prediction.
+    `dry` is its dry run. `own` are the attributes that the model has in one process too;
+    `loads(step)` are its experts'. The result has only categories that differ from the dry run.
     """
     built = attributes(engine.model)
     read: dict[str, int] = {}
@@ -95,19 +90,19 @@ def over_steps(
         # the measured step has the lengths of the one before it, so that arenas are not made anew
         seed = step - (step == MEASURED_STEP)
         share, routed = batch(seed), loads(seed)
-        prediction = predicted(share, None, routed)
-        measured = foresee is not None and step == MEASURED_STEP
-        with live, measuring(engine, share, peaks=False) if measured else nullcontext() as seen:
-            engine.step(share)
-        if foresee is not None and isinstance(seen, StepMeter):
-            events = foresee(prediction, share)
-            peaks = _peaks(seen, prediction, events)
+        if step == MEASURED_STEP:
+            sent, events = dry.events(engine, share)
+            with live, measuring(engine, share, peaks=False) as seen:
+                engine.step(share)
+            peaks = _peaks(seen, events)
             if len(set(peaks.get("peak", ()))) > 1:
                 theory["peak of a step"], read["peak of a step"] = peaks["peak"]
+        else:
+            sent = dry.step(engine, share)
+            with live:
+                engine.step(share)
         with live:
-            costs = costs.after(
-                engine, prediction, flushed=step == EVALUATED_STEP + 1, loads=routed
-            )
+            costs = costs.after(engine, sent, loads=routed, note=dry.note)
             if step == EVALUATED_STEP:
                 engine.flush()  # a delayed update, which an evaluation finishes
                 engine.evaluate(share)
@@ -116,8 +111,8 @@ def over_steps(
             engine.world.barrier()  # ranks in threads read each other's tensors until here
             _restore(engine.model, built, own)
             left = _left(engine, live)
-            found = by_tier(engine.memory(), engine.host_memory(), engine.disk_memory())
-            expected = prediction.memory_by_tier
+            found = resting(engine)
+            expected = dry.memory()
             names = [*found, *(name for name in expected if name not in found)]
             off = {n: found.get(n, 0) for n in names if found.get(n, 0) != expected.get(n, 0)}
             when = f"after step {step}"
@@ -131,38 +126,36 @@ def over_steps(
     return Memory(read, theory, strays, replace(costs, peaks=peaks))
 
 
-def _peaks(
-    seen: StepMeter, prediction: Prediction, events: Sequence[Event]
-) -> dict[str, tuple[int, int]]:
+def _peaks(seen: StepMeter, events: Sequence[Event]) -> dict[str, tuple[int, int]]:
     """The most bytes of a step by name: predicted or bounded, and measured."""
+    engine, plan = seen.engine, seen.engine.plan
 
     def most(every: Sequence[Event], names: Collection[str]) -> int:
         return max(sum(event.by_category[name] for name in names) for event in every)
 
-    found = {"peak": (most(events, OWNED), most(seen.events, OWNED))} if events else {}
-    if prediction.plan.pipeline is None and not prediction.recomputed:
-        gathered = _gathered_most(seen.engine, prediction), most(seen.events, (GATHERED,))
+    found, kept = {"peak": (0, 0)} if events else {}, most(seen.events, (KEPT,))
+    if events:
+        found["peak"] = most(events, OWNED), most(seen.events, OWNED)
+    if plan.pipeline is None and not engine.recompute.kinds:
+        gathered = _gathered_most(engine), most(seen.events, (GATHERED,))
         found |= {"gathered": gathered} if any(gathered) else {}
-    if prediction.plan.pipeline is None and not experts_in(seen.engine.model):
-        kept = int(prediction.activations * SAVED_BY_KERNELS) + SLACK_BYTES
-        found["activations"] = kept, most(seen.events, (KEPT,))
+    if events and plan.pipeline is None and not experts_in(engine.model):
+        bound = int(most(events, (KEPT,)) * SAVED_BY_KERNELS) + SLACK_BYTES
+        found["activations"] = bound, kept
+    if budget := textbook.recompute_bytes(plan):
+        found["activations, as the plan's words"] = int(budget * SAVED_BY_KERNELS), kept
     return found
 
 
-def _gathered_most(engine: Engine, prediction: Prediction) -> int:
+def _gathered_most(engine: Engine) -> int:
     """The bytes of the units that may be gathered at once."""
-    order = engine.data.units.order
-    stay = {unit.name for unit in order if unit.state.stays}
-    sizes = {
-        groups[0].unit.name: sum(
-            block_bytes(group, sharded=False) for group in groups if group.moves.reshards
-        )
-        for groups in by_unit(prediction.plan, prediction.model)
-        if groups
-    }
-    largest = sorted((n for name, n in sizes.items() if name not in stay), reverse=True)
-    at_once = largest[: 2 + engine.data.pace.ahead]
-    return sum(n for name, n in sizes.items() if name in stay) + sum(at_once)
+    stay, others = 0, list[int]()
+    for unit in engine.data.units.order:
+        flats = [flat for flat in unit.groups if flat.reshards]
+        stored = sum(flat.plan.padded * flat.shard.element_size() for flat in flats)
+        stay += stored * unit.state.stays
+        others += [] if unit.state.stays else [stored]
+    return stay + sum(sorted(others, reverse=True)[: 2 + engine.data.pace.ahead])
 
 
 def _beside(engine: Engine) -> dict[str, tuple[int, int]]:

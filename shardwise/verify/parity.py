@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from threading import Lock
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -23,22 +23,17 @@ from torch import Tensor, nn
 
 from shardwise.comm.objects import all_gather_object
 from shardwise.comm.world import World
-from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import BUCKET_BYTES, Plan
-from shardwise.core.zero import Event
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine
-from shardwise.engine.predict import Predictor
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
-from shardwise.observe.measured_timeline import dry_events
+from shardwise.observe.dry_twin import ALONE, DryTwin
 from shardwise.observe.meter import Live
 from shardwise.observe.work import kernels_of
-from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.verify.comparison import compare, drawn
-from shardwise.verify.costs import Theory
 from shardwise.verify.finding import Finding
 from shardwise.verify.memory_proof import EVALUATED_STEP, attributes, over_steps
 from shardwise.verify.not_comparable import without_dropout
@@ -51,7 +46,7 @@ from shardwise.verify.oracles.recipe import spec_of
 from shardwise.verify.proof_options import Options
 
 #: Ranks in threads share torch's global generator, which a model may use in __init__ and forward.
-BUILDING: Final = Lock()
+BUILDING: Final = ALONE
 #: The seeds between one proof's batches and another's; odd seeds have shorter rows.
 OTHER_SEEDS: Final = 1000
 
@@ -86,13 +81,13 @@ def _prove(
         clip = None if is_asynchronous(plan) else clip_of(oracles, trainable, world.device)
         oracles = with_noise(oracles, trainable, plan, world.device)
     clip = all_gather_object(clip, world)[0]  # a rank's own loss may differ
-    theory = theory_of(trainable, plan, world.rank, clip, options)
+    dry = partial(dry_twin, trainable, plan, world.rank, options=options)
 
-    def again() -> tuple[Engine, Theory]:
-        return engine_of(trainable, plan, world, None, options), unclipped(theory)
+    def again() -> tuple[Engine, DryTwin]:
+        return engine_of(trainable, plan, world, None, options), dry()
 
     ours = engine_of(trainable, plan, world, clip, options)
-    found = compare(ours, oracles, theory, trainable.batch, steps, again)
+    found = compare(ours, oracles, dry(clip), trainable.batch, steps, again)
     live = Live()
     engine = engine_of(trainable, plan, world, clip, options, live)
 
@@ -108,22 +103,7 @@ def _prove(
             routed.finish()  # as the evaluation does
         return routed.step(equal_batch(trainable, engine, step), SEED + step)
 
-    def foresee(prediction: Prediction, batch: Any) -> Sequence[Event]:
-        with BUILDING:
-            plain, chosen = trainable.plain(), build_options(trainable, plan, options)
-            return foreseen_events(prediction, plain, batch, chosen)
-
-    return found.with_costs(over_steps(engine, live, batch, theory, own, loads, foresee))
-
-
-def foreseen_events(
-    found: Prediction, model: nn.Module, batch: Any, options: EngineOptions
-) -> Sequence[Event]:
-    """The predicted events of a step of the plain `model`; none if they are not predicted."""
-    try:
-        return dry_events(model, found.plan, batch, options, found.rank)
-    except InputError:  # a model that reads values
-        return ()
+    return found.with_costs(over_steps(engine, live, batch, dry(clip), own, loads))
 
 
 def equal_batch(trainable: Trainable, engine: Engine, step: int) -> Any:
@@ -136,28 +116,18 @@ def equal_share(trainable: Trainable, engine: Engine, step: int) -> Any:
     return Division.of(engine).share(whole, engine.data_rank)
 
 
-def theory_of(
+def dry_twin(
     trainable: Trainable,
     plan: Plan,
     rank: int,
     clip: float | None = None,
     options: Options | None = None,
-) -> Theory:
-    """The prediction for each batch of a proof, from an unchanged plain model."""
+) -> DryTwin:
+    """The dry run of a proof's engine, of an unchanged plain model."""
     with BUILDING:
         model = trainable.plain()
     chosen = build_options(trainable, plan, options or Options(), model)
-    predictor = Predictor(model, plan, replace(chosen, clip=clip), rank=rank, ranks=plan.size)
-
-    def of(batch: Any, *of_ranks: Any, whole: bool = False) -> Prediction:
-        with BUILDING:  # a pass on the meta device restores the global generator
-            return predictor.of(batch, *of_ranks, whole=whole)
-
-    return of
-
-
-def unclipped(theory: Theory) -> Theory:
-    return lambda *args, **options: replace(theory(*args, **options), norm=False)
+    return DryTwin(model, plan, replace(chosen, clip=clip), rank)
 
 
 def engine_of(

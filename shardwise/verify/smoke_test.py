@@ -13,6 +13,7 @@ from shardwise.core.plan.plan import Plan
 from shardwise.derive.table import table_or_derived
 from shardwise.engine.checks.device_room import require_room
 from shardwise.engine.options import EngineOptions
+from shardwise.engine.predict import Predictor
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.models.user import place_of
@@ -23,7 +24,7 @@ from shardwise.techniques.recompute import apply as recomputation
 from shardwise.techniques.tensor import apply as tensor_parallel
 from shardwise.verify.not_comparable import without_dropout
 from shardwise.verify.oracles.batches import ROWS, ROWS_16, SEED
-from shardwise.verify.parity import alone_of, clip_of, engine_of, theory_of
+from shardwise.verify.parity import alone_of, build_options, clip_of, engine_of
 from shardwise.verify.proof_options import Options
 
 TENSORS = 4  # of the size of a parameter, on one process: it, its gradient, two states of AdamW
@@ -101,4 +102,6 @@ def _predicted(model: str | Trainable, options: Options, plan: Plan) -> Predicti
     trainable = without_dropout(find(model))
     fewest = ROWS_16 if plan.precision in ("bf16", "fp16") else ROWS
     rows = plan.microbatches * max(ROWS, fewest // plan.microbatches)
-    return theory_of(trainable, plan, 0, options=options)(trainable.batch(rows, SEED))
+    plain = trainable.plain()
+    chosen = build_options(trainable, plan, options, plain)
+    return Predictor(plain, plan, chosen, ranks=plan.size).of(trainable.batch(rows, SEED))

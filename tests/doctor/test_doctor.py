@@ -11,6 +11,7 @@ import torch
 
 from shardwise.cli.doctor import examine
 from shardwise.comm import move
+from shardwise.comm.ledger import Key
 from shardwise.comm.link_times import PAIR_ELEMENTS, SlowLink, pairs, slow_ranks
 from shardwise.comm.tiers import disk_bandwidth
 from shardwise.comm.world import Axis, World, alone
@@ -23,7 +24,7 @@ from shardwise.doctor.collectives import COLLECTIVES, Timing, fit
 from shardwise.doctor.device_speed import DeviceSpeed
 from shardwise.doctor.diagnosis import Diagnosis, RankDiagnosis, look, measured_cluster
 from shardwise.prediction.time.step_time import Network, operation_s
-from shardwise.prediction.traffic import Counted, TrafficLine
+from shardwise.prediction.traffic import Counted
 from tests.pool import run_gloo, run_threads
 from tests.train.runs import ended, printed
 
@@ -153,7 +154,7 @@ def test_a_measured_cluster_gives_its_measurements_back(four: Diagnosis):
     network = Network(found, Plan.parse("dp2 tp2"), 0)
     for line in four.fits[: len(COLLECTIVES)]:
         message = Counted()
-        message[TrafficLine(line.axis, line.collective, "")] = 10**6
+        message[Key(line.axis, line.collective, "")] = 10**6
         message.messages.update(dict.fromkeys(message, 1))
         assert network.seconds(message)["dp"] == pytest.approx(
             line.seconds(10**6), rel=1e-3, abs=1e-6

@@ -9,17 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from shardwise.comm.ledger import Key, Tally
+from shardwise.comm.ledger import Key, Tally, sent_bytes
 from shardwise.comm.world import World
-from shardwise.core.zero import by_tier
 from shardwise.engine.engine import Engine
+from shardwise.engine.memory import resting
 from shardwise.engine.state.box import Box
 from shardwise.engine.step_end import Metrics
 from shardwise.models import gpt
 from shardwise.models.trainable import fill
-from shardwise.prediction.traffic import TrafficLine
+from shardwise.observe.dry_twin import ALONE, DryTwin
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.expert.apply import ExpertLayout
+from shardwise.verify.costs import Costs
+from shardwise.verify.oracles.textbook import Uses
 from tests.engine.cases import (
     CONFIG,
     Case,
@@ -27,8 +29,8 @@ from tests.engine.cases import (
     Task,
     build,
     expected_near,
+    options_of,
     oracle,
-    predictor,
     ranks_of,
     share,
     text,
@@ -62,13 +64,13 @@ class Piece(NamedTuple):
 
 @dataclass
 class Held:
-    """What one rank saw of a training: `bytes` and `memory` are pairs, measured and predicted."""
+    """What one rank saw of a training; `memory` is measured, and predicted."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
     grads: list[list[Piece]] = field(default_factory=list)
     weights: list[Piece] = field(default_factory=list)
-    bytes: list[tuple[dict[TrafficLine, int], dict[TrafficLine, int]]] = field(default_factory=list)
+    costs: Costs = field(default_factory=Costs)
     memory: tuple[dict[str, int], dict[str, int]] = ({}, {})
     lines: dict[Key, Tally] = field(default_factory=dict)
 
@@ -100,8 +102,8 @@ def pieces(boxes: list[Box], kind: str) -> list[Piece]:
     ]
 
 
-def sent(engine: Engine) -> dict[TrafficLine, int]:
-    return {TrafficLine(*key): t.sent_bytes for key, t in engine.last.items() if t.sent_bytes}
+def sent(engine: Engine) -> dict[Key, int]:
+    return sent_bytes(engine.last)
 
 
 def mine(engine: Engine, batch: Any) -> Any:
@@ -118,18 +120,28 @@ def run(world: World, task: Task, case: Case, share_of: Callable[..., Any] = min
     return held.ended(engine)
 
 
+def uses_of(task: Task) -> Uses:
+    """How a forward of the plain model uses its weights."""
+    model = task.make()
+    with Uses(model) as uses, torch.no_grad():
+        task.loss(model, task.batch(0))
+    return uses
+
+
 def train(world: World, task: Task, case: Case, share_of: Callable[..., Any] = mine) -> Held:
     """The same, with the predictions of what is sent and held beside it."""
     engine, held = build(world, task, case), Held()
-    theory = predictor(world.rank, world.size, task, case)
+    dry = DryTwin(task.make(), engine.plan, options_of(task, case), world.rank)
     experts = engine.sharded.of(ExpertLayout).mixes
     loads = oracle(task, case).loads if experts else [()] * case.steps
+    with ALONE:
+        uses = uses_of(task)
     for step in range(case.steps):
-        held.step(engine, own := share_of(engine, task.batch(step)))
-        told = theory.of(own)
-        held.bytes.append((sent(engine), told.in_step(step, loads=loads[step])))
-        measured = by_tier(engine.memory(), engine.host_memory(), engine.disk_memory())
-        held.memory = measured, told.memory_by_tier
+        own = share_of(engine, task.batch(step))
+        theory = dry.step(engine, own)
+        held.step(engine, own)
+        held.costs = held.costs.after(engine, theory, uses, loads[step])
+        held.memory = resting(engine), dry.memory()
     return held.ended(engine)
 
 
@@ -188,8 +200,7 @@ def assert_pieces(ranks: list[list[Piece]], wholes: dict[str, Tensor], tolerance
 def assert_counted(ranks: list[Held]) -> None:
     """The ledger has what was predicted, of every step, line by line; and so has memory."""
     for held in ranks:
-        for measured, predicted in held.bytes:
-            assert measured == predicted
+        assert held.costs.hold, held.costs
         assert held.memory[0] == held.memory[1]
 
 

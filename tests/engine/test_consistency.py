@@ -21,7 +21,7 @@ from shardwise.core.layouts.param_layout import AxisLayout, Layout
 from shardwise.core.mesh import Mesh
 from shardwise.engine.checks import consistency
 from shardwise.engine.options import EngineOptions
-from shardwise.engine.predict import Predictor
+from shardwise.observe.dry_twin import DryTwin
 from shardwise.techniques.data.checksum import WEIGHTS, bits_sum, weighted
 from shardwise.techniques.data.same_on_ranks import SameOnRanks
 from tests.engine.cases import ranks_of, refusal
@@ -84,9 +84,9 @@ def engine_of(world: World, model: nn.Module, plan: str = "tp2", **options: Any)
     )
 
 
-def predicted(world: World, model: nn.Module, plan: str = "tp2", **options: Any) -> Predictor:
-    chosen: dict[str, Any] = {"loss": loss} | options
-    return Predictor(model, plan, EngineOptions(**chosen), rank=world.rank)
+def dry_run(engine: sw.Engine, model: nn.Module, **options: Any) -> DryTwin:
+    chosen: dict[str, Any] = {"loss": engine.training.loss} | options
+    return DryTwin(model, engine.plan, EngineOptions(**chosen), engine.world.rank)
 
 
 def told(world: World, act: Any) -> str:
@@ -244,11 +244,12 @@ def resumed(world: World, table: dict[str, str]) -> list[bool]:
     saved = before.scalars()
     engine = engine_of(world, Small(), table=table)
     engine.load_scalars(saved)
-    told = predicted(world, Small(), table=table).of(text())
+    dry = dry_run(engine, Small(), table=table)
     found = []
-    for step in range(3):
+    for _ in range(3):
+        theory = dry.step(engine, text())
         engine.step(text())
-        found.append(sent(engine) == told.in_step(step))
+        found.append(sent(engine) == theory)
     return found
 
 
@@ -275,13 +276,12 @@ def steps(world: World, table: dict[str, str], plan: str, weight: float) -> list
     engine = engine_of(
         world, Late(), plan, table=table, loss=lambda model, batch: weight * loss(model, batch)
     )
-    theory, skips = predicted(world, Late(), plan, table=table), 0
-    found = []
+    dry, found = dry_run(engine, Late(), table=table), list[bool]()
     for k in range(8):
+        theory = dry.step(engine, text(k))
         skipped = engine.step(text(k)).skipped
         assert skipped == (weight > 1 and k < 2)
-        found.append(sent(engine) == theory.of(text(k)).in_step(k, skipped=skips))
-        skips += skipped
+        found.append(sent(engine) == theory)
     return found
 
 
@@ -368,16 +368,18 @@ def other_batch(world: World, plan: str, every: int, last: int = 2) -> tuple[lis
     options: dict[str, Any] = {"table": FIXED, "check_every": every}
     if plan.startswith("pp"):
         options |= {"table": None, "loss": lambda model, batch: model(batch["x"]).square().mean()}
-    theory = predicted(world, deepcopy(model), plan, **options)
+    plain = deepcopy(model)
     engine, held = engine_of(world, model, plan, **options), list[bool]()
+    dry = dry_run(engine, plain, **options)
     try:
         for step in range(last + 1):
             seed = 7 + step + (world.rank if step == last else 0)
             batch = text(seed)
             if plan.startswith("pp"):
                 batch = {"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))}
+            theory = dry.step(engine, batch)
             engine.step(batch)
-            held.append(sent(engine) == theory.of(batch).in_step(step))
+            held.append(sent(engine) == theory)
     except InputError as error:
         return held, str(error)
     return held, ""

@@ -23,7 +23,7 @@ from shardwise.engine.checks.device_room import explained, ran_out
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import updating
 from shardwise.engine.options import EngineOptions
-from shardwise.engine.predict import Predictor
+from shardwise.observe.dry_twin import DryTwin
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
 from shardwise.train import loop
 from tests.engine.cases import ranks_of, regression, squares, text, vectors
@@ -169,13 +169,14 @@ def skips(world: World, plan: str, kind: str) -> list[tuple[bool, bool]]:
     rank = 1 if kind == "loss" else 0  # of two stages the last has the loss, the first HURT
     engine = engine_of(world, plan, rank, kind, on_nonfinite="skip")
     options = EngineOptions(loss=regression, units=1)
-    theory, found = Predictor(deep(), plan, options, rank=world.rank), []
+    dry, found = DryTwin(deep(), engine.plan, options, world.rank), []
     for step in range(4):
         before = state_of(engine) if step else []
+        theory = dry.step(engine, mine(engine, vectors(step, rows=16)))
         skipped = stepped(engine, step).skipped
         engine.wait()
         same = bool(before) and all(map(torch.equal, before, state_of(engine)))
-        assert sent(engine) == theory.of(mine(engine, vectors(step, rows=16))).in_step(step)
+        assert sent(engine) == theory
         found.append((skipped, same))
     return found
 
@@ -249,12 +250,13 @@ def four_steps(world: World, plan: str, check_every: int | str) -> tuple[list[fl
     """The losses and the values of four steps, whose bytes are those predicted."""
     torch.manual_seed(world.rank)
     options: dict[str, Any] = {"loss": squares, "check_every": check_every}
-    theory = Predictor(net(), plan, EngineOptions(**options), rank=world.rank)
     engine, losses = sw.parallelize(net(0.3), plan, world, **options), list[float]()
+    dry = DryTwin(net(), engine.plan, EngineOptions(**options), world.rank)
     for step in range(4):
         batch = rows(step, engine.data_rank)
+        theory = dry.step(engine, batch)
         losses.append(engine.step(batch).loss)
-        assert sent(engine) == theory.of(batch).in_step(step)
+        assert sent(engine) == theory
     return losses, [box.tensor.clone() for box in engine.boxes()]
 
 

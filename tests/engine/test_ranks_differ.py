@@ -16,7 +16,7 @@ from shardwise.comm.tiers.host_memory import HostNumbers
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.engine.options import EngineOptions
-from shardwise.engine.predict import Predictor
+from shardwise.observe.dry_twin import DryTwin
 from shardwise.techniques.data import same_on_ranks
 from tests.engine.cases import Case, build, ranks_of, refusal, rows_task, settled, share, vectors
 from tests.engine.cases import squares as loss
@@ -65,21 +65,20 @@ def change(world: World, what: str, module: nn.Module, group: dict[str, Any], op
 def in_engine(world: World, plan: str, what: str) -> str:
     """When an engine raises what; the bytes of the steps before are those predicted."""
     table = {"0": "colwise", "1": "rowwise"} if "tp" in plan else None
-    theory = Predictor(
-        model(), plan, EngineOptions(loss=loss, check_every=2, table=table), rank=world.rank
-    )
     options: dict[str, Any] = {"optimizer": sw.AdamW(lr=0.01), "loss": loss, "check_every": 2}
     options |= {"table": table}
     engine = sw.parallelize(model(), plan, world, **options)
+    dry = DryTwin(model(), engine.plan, EngineOptions(**options), world.rank)
     for step in range(6):
         if step == CHANGED:
             change(world, what, engine.model, engine.optimizer.param_groups[0], engine.optimizer)
         batch = rows(step, engine.data_rank)
         try:
+            theory = dry.step(engine, batch)
             engine.step(batch)
         except InputError as error:
             return f"step {step}: {error}"
-        assert sent(engine) == theory.of(batch).in_step(step)
+        assert sent(engine) == theory
     return ""
 
 

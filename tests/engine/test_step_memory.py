@@ -17,20 +17,17 @@ import shardwise as sw
 from shardwise.comm.tiers.tiers import begin_copy
 from shardwise.comm.world import World, alone, traced
 from shardwise.core.tools.hook import collect
-from shardwise.core.zero import PREDICTED, Event, by_tier
+from shardwise.core.zero import PREDICTED, Event
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import Predictor
 from shardwise.models import gpt
 from shardwise.models.trainable import fill
-from shardwise.observe.dry_engine import DryRun
 from shardwise.observe.measured_timeline import measuring, predict_events
 from shardwise.observe.meter import Live, Meter, Stray
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from tests.engine.cases import (
     Case,
     Task,
-    options_of,
-    predictor,
     ranks_of,
     rows_task,
     settled,
@@ -42,10 +39,8 @@ from tests.engine.cases import (
     vectors,
 )
 from tests.engine.pipelines import ADAMW, WIDTH
-from tests.engine.tensors import SHAPES, gpt_task, holds, mine, sent
+from tests.engine.tensors import SHAPES, gpt_task, holds, mine
 from tests.engine.zoo import Stack, make
-from tests.plan_runs import Proof
-from tests.plans import every_plan
 from tests.pool import run_threads
 
 
@@ -169,21 +164,6 @@ def test_every_event_is_predicted_to_the_byte(plan: str, name: str, options: dic
         )
         assert own == foreseen
         assert all(e.peak >= e.total for e in measured)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("plan", every_plan())
-def test_a_dry_run_sends_and_stores_what_is_predicted(plan: str):
-    """The last rank's second step: each line of the ledger, each category on each tier."""
-    proof = Proof(plan)
-    ranks, task, case = proof.plan.size, proof.task, proof.case
-    with DryRun(task.make(), proof.plan, options_of(task, case), ranks - 1).running() as engine:
-        for number in range(2):
-            engine.step(batch := share(task.batch(number), engine.data_rank, engine.data_ranks))
-        told = predictor(ranks - 1, ranks, task, case).of(batch)
-    assert sent(engine) == told.in_step(1)
-    held = by_tier(engine.memory(), engine.host_memory(), engine.disk_memory())
-    assert held == told.memory_by_tier
 
 
 def test_the_actions_of_a_pipeline_are_events():

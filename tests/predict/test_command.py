@@ -115,7 +115,7 @@ def test_the_command_has_one_object(capsys: pytest.CaptureFixture[str]):
     """Its keys are what scripts read; the sequence and the batch change activations alone."""
     one = found(capsys, "dp64 zero3 bf16", "--rank", "63")
     assert list(one) == [
-        *("plan", "model", "world", "rank", "memory", "bytes", "bytes_between", "activations"),
+        *("plan", "model", "world", "rank", "memory", "bytes", "activations"),
         *("host_activations", "fetched", "device_peak", "recomputed", "recomputed_flops"),
         *("messages", "seconds", "step_time", "time_ms", "peak_parts", "in_all", "rows_a_step"),
         *("tokens_a_step", "device_memory", "fits", "largest_part", "relieved_by"),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.comm.ledger import Key, by_kind, sent_bytes
 from shardwise.comm.world import World, traced
 from shardwise.core.buffer_sizes import pool_bytes
 from shardwise.core.errors import InputError
@@ -25,15 +26,18 @@ from shardwise.models.gpt import random_text
 from shardwise.models.moe import loss as moe_loss
 from shardwise.models.registry import find
 from shardwise.models.trainable import fill
+from shardwise.observe.dry_engine import DryRun
+from shardwise.observe.dry_twin import DryTwin
 from shardwise.observe.measured_timeline import predict_events
 from shardwise.observe.meter import Meter
 from shardwise.prediction.stored_bytes import groups, held_bytes
-from shardwise.prediction.traffic import Tariff, TrafficLine, by_kind, step_bytes
+from shardwise.prediction.traffic import Tariff, step_bytes
 from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.techniques.expert.gate import GATES
 from shardwise.techniques.expert.price import EVEN
 from shardwise.techniques.tensor.price import loss_bytes
-from tests.engine.cases import Case, Task, build, predictor, small_gpt, text
+from shardwise.verify.oracles.textbook import Uses, exchanged
+from tests.engine.cases import Case, Task, build, options_of, predictor, small_gpt, text
 from tests.engine.tensors import mine, sent
 from tests.expert import moe
 from tests.pool import run_threads
@@ -209,7 +213,7 @@ def test_communication_buffers_are_the_plans(text: str, model_bytes: int, expect
 # --- messages -------------------------------------------------------------------------------------
 
 
-def start_bytes(plan: Plan, model: ModelShape, rank: int) -> dict[TrafficLine, int]:
+def start_bytes(plan: Plan, model: ModelShape, rank: int) -> dict[Key, int]:
     """The bytes sent before the first step: rank 0's weights, and copies to other tiers."""
     tariff = Tariff(plan, rank)
     for group in groups(plan, model):
@@ -224,13 +228,15 @@ def differing(world: World, plan: str) -> list[Any]:
     """What one rank sent and what was predicted, where they are not the same."""
     case, task = Case(plan, clip=1.0), Task()
     ours, theory = build(world, task, case), predictor(world.rank, world.size, task, case)
+    dry = DryTwin(task.make(), ours.plan, options_of(task, case), world.rank)
     told = theory.of(mine(ours, text(0)))
-    start = {TrafficLine(*k): t.sent_bytes for k, t in ours.sent().items() if t.sent_bytes}
+    start = sent_bytes(ours.sent())
     pairs: list[Any] = [(start, start_bytes(ours.plan, told.model, world.rank))]
     for step in range(3):
         own = mine(ours, text(step))
+        sent_dry = dry.step(ours, own)
         metrics = ours.step(own)
-        pairs.append((sent(ours), theory.of(own).in_step(step)))
+        pairs.append((sent(ours), sent_dry))
         assert metrics.bytes == sum(pairs[-1][1].values())
         assert ours.measured_bytes() == by_kind(pairs[-1][1])
     return [pair for pair in pairs if pair[0] != pair[1]]
@@ -273,7 +279,7 @@ def test_volumes_of_the_paper(row: str, volumes: int, n: int):
 
 def test_a_unit_that_stays_whole_is_sent_once():
     """Where backward wants a unit at once, or does not read it, a third of its bytes are saved."""
-    plan, gather = Plan.parse("dp2 zero3"), TrafficLine("dp", "all_gather", "backward")
+    plan, gather = Plan.parse("dp2 zero3"), Key("dp", "all_gather", "backward")
     assert gather in step_bytes(plan, units())
     assert gather not in step_bytes(plan, units(again=0))
 
@@ -300,32 +306,29 @@ def test_a_loss_sends_three_or_four_numbers_a_position(
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_bytes_of_tokens_are_between_bounds(name: str):
-    """Without values an even load is assumed, within what is possible, and a note says so."""
+def test_an_even_load_is_assumed(name: str):
+    """Without values, and a note says so."""
     model, rows = moe.model(name, 1.25).to("meta"), moe.batch(name, 2, 0)
-    alone = predict(model, "dp2 zero3", rows, loss=moe_loss)
-    assert not alone.notes and not alone.bytes_between
+    assert not predict(model, "dp2 zero3", rows, loss=moe_loss).notes
     found = predict(model, "dp4 ep2 zero3", rows, loss=moe_loss, rank=3)
-    ((kind, (least, most)),) = found.bytes_between.items()
-    assert least <= found.bytes[kind] <= most
     assert found.notes == (EVEN,) and found.activations > 0
 
 
-def test_the_bounds_are_reached():
-    """Tokens that all stay on their rank send nothing, and tokens that all leave the most. Where
-    every token goes to every expert, there is one number.
-    """
-    rows = moe.batch("topk", 2, 0)
-    found = predict(moe.model("topk"), "dp2 ep2", rows, loss=moe_loss)
-    tokens, layers = rows["inputs"].numel(), found.spec.expert_layers
+def test_tokens_that_stay_on_their_rank_send_nothing():
+    """Those that leave send their row and get one, and both again backward; an even load half."""
+    rows, options = moe.batch("topk", 2, 0), EngineOptions(loss=moe_loss)
+    plan = Plan.parse("dp2 ep2").completed(None)
+    engine = DryRun(moe.model("topk"), plan, options, 0).engine
+    found, tokens = predict(moe.model("topk"), plan, rows, loss=moe_loss), rows["inputs"].numel()
     own, other = (tokens, tokens, 0, 0), (0, 0, tokens, tokens)
-    bounds = found.bytes_between["ep all_to_all"]
-    for choices, bound in zip(((own, other), (other, own)), bounds, strict=True):
-        loads = Loads((tokens, tokens), dict.fromkeys(layers, choices))
-        told = by_kind(found.in_step(5, loads=(loads,)))
-        assert told.get("ep all_to_all", 0) == bound
-    found = predict(moe.model("topk", experts=2), "dp2 ep2", rows, loss=moe_loss)
-    assert found.bytes_between["ep all_to_all"] == (found.bytes["ep all_to_all"],) * 2
+    uses = Uses(moe.model("topk"))
+
+    def sent_with(*choices: tuple[int, ...]) -> int:
+        loads = Loads((tokens, tokens), dict.fromkeys(found.spec.expert_layers, choices))
+        return exchanged(engine, uses, (loads,), trains=True)
+
+    assert sent_with(own, other) == 0
+    assert sent_with(other, own) == 2 * found.bytes["ep all_to_all"]
 
 
 # --- predictions of any model ---------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardwise as sw
 from shardwise.cli.configured import configured
 from shardwise.cli.predict_command import predict_request
+from shardwise.comm.ledger import Key
 from shardwise.core.errors import InputError
 from shardwise.core.model_spec import Operation
 from shardwise.core.plan.plan import Plan
@@ -20,7 +21,7 @@ from shardwise.prediction.cluster import PRESETS, Cluster, Derating, cluster_of
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.time.step_time import AxisHosts, Network, RankWork, StepTime, operation_s
 from shardwise.prediction.time.streams import Streams
-from shardwise.prediction.traffic import Counted, TrafficLine
+from shardwise.prediction.traffic import Counted
 from shardwise.verify.oracles.oracles import is_asynchronous
 from tests import plans
 
@@ -133,7 +134,7 @@ def test_ranks_fill_hosts_in_the_order_of_the_mesh(plan: str, axis: str, expecte
 
 
 def sent(axis: str, kind: str, sent_bytes: int) -> Counted:
-    found, line = Counted(), TrafficLine(axis, kind, "")
+    found, line = Counted(), Key(axis, kind, "")
     found[line], found.messages[line] = sent_bytes, 1
     return found
 

@@ -169,7 +169,7 @@ def test_damage_is_answered_with_what_resume_can_follow(tmp_path: Path):
 # --- failures -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["report_contents.loss", "run.metrics.read", "run.prediction_of"])
+@pytest.mark.parametrize("where", ["report_contents.loss", "run.metrics.read", "run.dry_twin"])
 def test_nothing_fails_a_run_after_its_last_save(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: runs.Capture
 ):

@@ -12,6 +12,7 @@ masks               dropout that is computed again draws what it has drawn
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -25,8 +26,10 @@ from shardwise.core.model_spec import SMALL_BYTES
 from shardwise.core.plan.plan import Plan
 from shardwise.core.zero import GATHERED, KEPT, PREDICTED, TEMPORARY, Event
 from shardwise.engine.engine import Engine
-from shardwise.observe.measured_timeline import measuring
-from shardwise.prediction.prediction import Prediction
+from shardwise.observe.dry_engine import step_peaks
+from shardwise.observe.dry_twin import ALONE
+from shardwise.observe.measured_timeline import dry_events, measuring
+from shardwise.prediction.prediction import StepPeaks
 from shardwise.verify import parity
 from shardwise.verify.oracles.batches import ragged
 from shardwise.verify.oracles.oracles import is_asynchronous
@@ -129,9 +132,9 @@ def masks(world: World, model: str, plan: Plan) -> bool:
 
 #: Events at which messages of the update may be under way, which hold copies of weights.
 UPDATE = ("update", "end")
-#: The prediction and the events of a dry run by model, plan and rank. A dry run has each fault of
+#: The peaks and the events of a dry run by model, plan and rank. A dry run has each fault of
 #: its engine, so those beside a mutation were made before it.
-FORETOLD: dict[tuple[str, str, int], tuple[Prediction, Sequence[Event]]] = {}
+FORETOLD: dict[tuple[str, str, int], tuple[StepPeaks, Sequence[Event]]] = {}
 
 
 def moments(world: World, model: str, plan: Plan) -> bool:
@@ -151,12 +154,9 @@ def moments(world: World, model: str, plan: Plan) -> bool:
     engine.wait()
     place = model, str(plan), world.rank
     if place not in FORETOLD:
-        found = parity.theory_of(trainable, plan, world.rank, clip)(batch)
-        assert found.peaks  # of a dry run, made now
-        FORETOLD[place] = (
-            found,
-            parity.foreseen_events(found, trainable.plain(), batch, options),
-        )
+        of = trainable.plain(), plan, batch, replace(options, clip=clip), world.rank
+        with ALONE:
+            FORETOLD[place] = step_peaks(*of), dry_events(*of)
     found, events = FORETOLD[place]
     host = engine.recompute.host
     good = len(seen.events) == len(events) and all(map(as_foreseen, seen.events, events))

@@ -16,6 +16,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan
+from shardwise.engine.predict import predict_with
 from shardwise.models.registry import find
 from shardwise.models.trainable import Loss, Trainable
 from shardwise.techniques.tensor.tensor_table import Table
@@ -24,8 +25,8 @@ from shardwise.verify.command import verify
 from shardwise.verify.costs import Costs
 from shardwise.verify.finding import Finding
 from shardwise.verify.own import model_of
-from shardwise.verify.parity import theory_of
-from shardwise.verify.proof_options import table_in
+from shardwise.verify.parity import build_options
+from shardwise.verify.proof_options import Options, table_in
 from tests.train.runs import ended
 
 STYLES = {"0": "colwise", "2": "rowwise"}
@@ -307,7 +308,8 @@ def test_what_only_a_rank_finds_is_answered_once(
 def test_a_bound_that_a_step_exceeds_is_one_paragraph_with_one_that_can_be_met():
     """Before ranks start, by prediction."""
     model, plan = find("gpt"), Plan.parse("dp1 fp32")
-    peak_bytes = theory_of(model, plan, 0)(model.batch(2, 0)).device_peak
+    options = build_options(model, plan, Options())
+    peak_bytes = predict_with(model.plain(), plan, model.batch(2, 0), options).device_peak
     with pytest.raises(InputError, match="a bound above that") as caught:
         verify(f"{plan} device_memory:{peak_bytes // 100}B", steps=1)
     (found,) = re.findall(r"Write instead: '(dp1 fp32 device_memory:\d+MiB)'", str(caught.value))

@@ -23,10 +23,10 @@ from shardwise.comm.ledger import TIER, rank_bytes
 from shardwise.comm.start.launch import spawn
 from shardwise.comm.world import World, init
 from shardwise.core.plan.plan import Plan
+from shardwise.engine.checks.consistency import CHECKED_STEPS
 from shardwise.models import gpt, moe
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
-from shardwise.prediction.prediction import CHECKED_STEPS
 from shardwise.techniques.expert.apply import layers_of
 from shardwise.techniques.expert.gate import GATES
 from shardwise.techniques.expert.moe_layer import ExpertPlace, MoE, name_layers
@@ -34,7 +34,7 @@ from shardwise.verify.coverage import uncovered
 from shardwise.verify.finding import BoxPlace
 from shardwise.verify.oracles.batches import Division, ragged, rows_of_step
 from shardwise.verify.oracles.mixture_oracle import Follow, Mixture
-from shardwise.verify.parity import engine_of, equal_share, theory_of, with_early_delays
+from shardwise.verify.parity import dry_twin, engine_of, equal_share, with_early_delays
 from tests.verify import micro
 from tests.verify.test_command import shortly
 
@@ -235,14 +235,14 @@ def on_rank(plan: Plan, uncounted_bytes: int) -> Wire:
     """Bytes of this rank by theory and by its ledger, and of the interface of all ranks."""
     world, trainable = init("cpu", shared_memory=False), find("gpt")
     engine = engine_of(trainable, plan, world)
-    theory = theory_of(trainable, plan, world.rank)
+    dry = dry_twin(trainable, plan, world.rank)
     predicted = counted = before = 0
     for step in range(CHECKED_STEPS + STEPS):
         if step == CHECKED_STEPS:  # the steps before compare more than later ones
             predicted, counted, before = 0, 0, sent_bytes(world)
         batch = equal_share(trainable, engine, step)
+        lines = dry.step(engine, batch)
         engine.step(batch)
-        lines = theory(batch).in_step(step)
         predicted += sum(count for line, count in lines.items() if line.axis != TIER)
         counted += rank_bytes(engine.last)
         if step >= CHECKED_STEPS and uncounted_bytes:

@@ -8,12 +8,13 @@ together, in 8 bytes.
 from collections.abc import Iterator
 from typing import Final
 
+from shardwise.comm.ledger import Key
 from shardwise.core.layouts.layout import R, S
 from shardwise.core.mesh import CONTEXT as AXIS
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.model_spec import ModelSpec, Operation
 from shardwise.prediction.rank_shape import stage_of, stages_on
-from shardwise.prediction.traffic import CONSENSUS_BYTES, Counted, Price, Share, Tariff, TrafficLine
+from shardwise.prediction.traffic import CONSENSUS_BYTES, Counted, Price, Share, Tariff
 from shardwise.techniques.context.positions import AttentionCall, LossCount
 
 #: Bytes of an element of the gradients that go round the ring.
@@ -29,7 +30,7 @@ def _sends(share: Share) -> Counted:
         if isinstance(call, LossCount) and ends:
             tariff.move(AXIS, S(0), R, plan.cp, CONSENSUS_BYTES, "forward")
         elif isinstance(call, AttentionCall) and stage_of(spec, call.layer) in here:
-            _attention(tariff, call, place, again=_repeats(spec, call), trains=share.trains)
+            _attention(tariff, call, place, again=_repeats(spec, call))
     return tariff.sent_bytes
 
 
@@ -37,15 +38,13 @@ def _repeats(spec: ModelSpec, call: AttentionCall) -> bool:
     return any(f"{call.layer}.".startswith(f"{module}.") for module in spec.recomputed)
 
 
-def _attention(
-    tariff: Tariff, call: AttentionCall, place: int, *, again: bool, trains: bool
-) -> None:
-    phases = ["forward", *["backward"] * (again and trains)]
+def _attention(tariff: Tariff, call: AttentionCall, place: int, *, again: bool) -> None:
+    phases = ["forward", *["backward"] * again]
     for phase in phases:
         for kind, sent in _forward(call, place):
-            tariff.add(TrafficLine(AXIS, kind, phase), sent)
-    for kind, sent in _backward(call, place) if trains and call.trained else ():
-        tariff.add(TrafficLine(AXIS, kind, "backward"), sent)
+            tariff.add(Key(AXIS, kind, phase), sent)
+    for kind, sent in _backward(call, place) if call.trained else ():
+        tariff.add(Key(AXIS, kind, "backward"), sent)
 
 
 def _forward(call: AttentionCall, place: int) -> Iterator[tuple[str, int]]:

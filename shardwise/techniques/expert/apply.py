@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.comm.world import Axis, World, traced
+from shardwise.comm.world import Axis, World
 from shardwise.core.applied import Applied
 from shardwise.core.errors import bad
 from shardwise.core.layouts.param_layout import AxisLayout
@@ -26,7 +26,7 @@ from shardwise.core.mesh import EXPERTS, REST
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.batch import Count, data_axes, filled
 from shardwise.engine.default_fill import agree, cut_to
-from shardwise.techniques.expert.expert_moves import ExpertLayer, LayerMove, Loads
+from shardwise.techniques.expert.expert_moves import ExpertLayer, LayerMove
 from shardwise.techniques.expert.hard import PassRecords
 from shardwise.techniques.expert.moe_layer import ExpertPlace, Load, MoE
 from shardwise.techniques.expert.routing import GlobalBatch, Routing
@@ -231,12 +231,3 @@ def lay_out(model: nn.Module, world: World, plan: Plan, count: Count | None = No
     agree([p for name, p in model.named_parameters() if name in layouts], axis, world.device)
     cut_to(model, layouts, axis)
     return layout
-
-
-def assume_loads(model: nn.Module, rank: int, plan: Plan, loads: Loads) -> None:
-    """Shard the experts of a `model` on the meta device for `rank`, as if they had these loads."""
-    world = traced(rank, plan.size).on(plan.mesh)
-    lay_out(model, world, plan)
-    for name, layer in layers_of(model).items():
-        known = replace(layer.place.batch, loads=loads.on(name, 0))
-        layer.place = replace(layer.place, batch=known)

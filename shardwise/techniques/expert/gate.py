@@ -19,7 +19,6 @@ from shardwise.techniques.expert.gates import Choice, GateOutput, losses_of
 from shardwise.techniques.expert.routing import (
     GlobalBatch,
     Routing,
-    assumed_loads,
     capacity_of,
     even_counts,
     gather_facts,
@@ -219,8 +218,7 @@ class Gate:
         places = gates.expert_choice(torch.cat(every), taken)
         mine = places.split(sizes)[batch.rank]
         if logits.is_meta:
-            even = even_counts(taken, batch.ranks).view(-1, 1).expand(-1, self.experts)
-            loads = assumed_loads(batch, even)
+            loads = even_counts(taken, batch.ranks).view(-1, 1).expand(-1, self.experts)
         else:
             loads = torch.stack([(part >= 0).sum(0) for part in places.split(sizes)]).cpu()
         weights = scores * (mine >= 0)

@@ -8,14 +8,8 @@ many bytes:
 
 With an even load of N tokens with k choices of width D, each of the four is N k D (n-1)/n.
 
-The loads depend on the values of the batch. Without them, all ranks are assumed to have as many
-tokens as this one. `_bounds` returns the least and the most bytes, here for N tokens on each rank:
-
-    rows to other ranks      N max(0, k - E/n)       to  min(N min(k, E - E/n), (E - E/n) C)
-    rows from other ranks    (n-1) N max(0, k - (E - E/n))  to  min((n-1) N min(k, E/n), (E/n) C)
-
-A token's choices are different experts, E/n of which are on its own rank; an expert computes at
-most C choices, its capacity. With a capacity, choices may be dropped, so nothing need be sent.
+The loads depend on the values of the batch: all ranks are assumed to have as many tokens as this
+one, and all experts as many choices.
 """
 
 import math
@@ -23,15 +17,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
+from shardwise.comm.ledger import Key
 from shardwise.core.layouts.layout import I, P, R, S
 from shardwise.core.layouts.uneven import Lengths
 from shardwise.core.mesh import EXPERTS, TENSOR
 from shardwise.core.model_spec import ModelSpec
 from shardwise.core.plan.plan import Plan
 from shardwise.prediction.rank_shape import stage_of, stages_on
-from shardwise.prediction.traffic import Counted, Price, Share, Tariff, TrafficLine
+from shardwise.prediction.traffic import Counted, Price, Share, Tariff
 from shardwise.techniques.expert.expert_moves import (
     Counts,
     ExpertLayer,
@@ -51,28 +46,13 @@ EVEN: Final = (
 Away = tuple[int, int]
 
 
-class Tokens(NamedTuple):
-    """The tokens that this rank dispatches, the others of its axis, and all data ranks."""
-
-    own: int
-    others: int
-    every: int
-
-
-#: A bound on the rows of `Away` in a layer.
-Bound = Callable[[ExpertLayer, Tokens, Plan], Away]
-
-
 def _sends(share: Share) -> Counted:
     plan, spec, rank = share.plan, share.spec, share.rank
-    loads, trains = share.loads, share.trains
     tariff = Tariff(plan, rank)
-    for number, moves in enumerate(spec.expert_moves):
-        own = loads[number] if loads else even_loads(plan, spec, moves)
+    for moves in spec.expert_moves:
+        own = even_loads(plan, spec, moves)
         for name, move, _ in _moves_on(spec, plan, rank, moves):
-            if not trains and not _in_evaluation(move):
-                continue
-            move, layer = replace(move, returns=move.returns * trains), spec.expert_layers[name]
+            layer = spec.expert_layers[name]
             if move.kind in ("dispatch", "combine"):
                 shard = plan.coordinate(rank).get(TENSOR, 0)
                 _exchange(tariff, move, layer, _away(plan, rank, own.on(name, shard)))
@@ -80,51 +60,9 @@ def _sends(share: Share) -> Counted:
                 tariff.move(EXPERTS, S(0), R, plan.ep * move.numel, move.element_bytes, move.phase)
             elif move.kind in ("enter", "leave"):
                 _on_tensor_axis(tariff, move, spec, name)
-            else:
-                most_tokens = max(own.tokens) if loads else own.tokens[0]  # all ranks have as many
-                _on_data_axes(tariff, move, most_tokens * layer.experts)
+            else:  # all ranks have as many tokens
+                _on_data_axes(tariff, move, own.tokens[0] * layer.experts)
     return tariff.sent_bytes
-
-
-def _in_evaluation(move: ExpertMove) -> bool:
-    """Whether an evaluation makes this move of a training step too: no losses, no draws."""
-    trains = move.kind == "sum" or (move.kind == "gather" and move.numel == 1)
-    return move.phase == "forward" and not trains
-
-
-def _bounds(share: Share) -> dict[str, tuple[int, int]]:
-    plan, spec, rank = share.plan, share.spec, share.rank
-    if plan.ep == 1 or not spec.expert_moves:
-        return {}
-    tokens = [each.tokens for each in share.loads]
-    least, most = (_exchanged_bytes(plan, spec, rank, bound, tokens) for bound in (_least, _most))
-    return {f"{EXPERTS} all_to_all": (least, most)}
-
-
-def _exchanged_bytes(
-    plan: Plan, spec: ModelSpec, rank: int, bound: Bound, tokens: Sequence[Sequence[int]]
-) -> int:
-    tariff = Tariff(plan, rank)
-    for number, moves in enumerate(spec.expert_moves):
-        for name, move, _ in _moves_on(spec, plan, rank, moves):
-            layer = spec.expert_layers[name]
-            if move.kind in ("dispatch", "combine"):
-                own = tokens_of(moves, name)
-                by_rank = (
-                    tokens[number] if tokens else _OfRanks(plan.data_size, partial(_same, own))
-                )
-                near = _tokens_near(plan, layer, rank, by_rank)
-                _exchange(tariff, move, layer, bound(layer, near, plan))
-    return sum(tariff.sent_bytes.values())
-
-
-def _tokens_near(plan: Plan, layer: ExpertLayer, rank: int, by_rank: Sequence[int]) -> Tokens:
-    here, peers = _peers(plan, rank)
-    own = _dispatched(plan, layer, by_rank[here])
-    others = sum(_dispatched(plan, layer, by_rank[peer]) for peer in peers if peer != here)
-    if isinstance(by_rank, _OfRanks):
-        return Tokens(own, others, len(by_rank) * own)
-    return Tokens(own, others, sum(_dispatched(plan, layer, tokens) for tokens in by_rank))
 
 
 class _OfRanks(Sequence[T]):
@@ -247,7 +185,7 @@ def _exchange(tariff: Tariff, move: ExpertMove, layer: ExpertLayer, away: Away) 
 
 
 def _add(tariff: Tariff, row_bytes: int, rows: int, phase: str) -> None:
-    tariff.add(TrafficLine(EXPERTS, "all_to_all", phase), rows * row_bytes)
+    tariff.add(Key(EXPERTS, "all_to_all", phase), rows * row_bytes)
 
 
 def _away(plan: Plan, rank: int, choices: Sequence[Sequence[int]]) -> Away:
@@ -268,25 +206,6 @@ def _peers(plan: Plan, rank: int) -> tuple[int, range]:
     return here, range(first, first + plan.ep)
 
 
-def _least(layer: ExpertLayer, tokens: Tokens, plan: Plan) -> Away:
-    if layer.takes or layer.capacity is not None:
-        return 0, 0
-    own = layer.experts // plan.ep
-    sent = tokens.own * max(0, layer.least - own)
-    return sent, tokens.others * max(0, layer.least - (layer.experts - own))
-
-
-def _most(layer: ExpertLayer, tokens: Tokens, plan: Plan) -> Away:
-    own = layer.experts // plan.ep
-    others, choices = layer.experts - own, layer.experts if layer.takes else layer.choices
-    sent = tokens.own * min(choices, others)
-    received = tokens.others * min(choices, own)
-    if layer.takes or layer.capacity is not None:
-        most = _capacity(layer, tokens.every)
-        sent, received = min(sent, others * most), min(received, own * most)
-    return sent, received
-
-
 def _capacity(layer: ExpertLayer, tokens: int) -> int:
     """The most choices that an expert computes for `tokens` tokens of the global batch."""
     factor = 1.0 if layer.capacity is None else layer.capacity
@@ -302,4 +221,4 @@ def _share(number: int, parts: int, part: int) -> int:
     return (number + parts - 1 - part) // parts
 
 
-EXPERT: Final = Price(_sends, bounds=_bounds)
+EXPERT: Final = Price(_sends)

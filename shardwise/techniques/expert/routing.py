@@ -40,12 +40,11 @@ def phase() -> str:
 @dataclass(frozen=True)
 class GlobalBatch:
     """The data axes, outermost first; none: this process has the whole batch. `record` is called
-    before each move. `loads` [R][E] of the experts are known on the meta device.
+    before each move.
     """
 
     axes: tuple[Axis, ...] = ()
     record: Record = record_nothing
-    loads: tuple[tuple[int, ...], ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -219,23 +218,21 @@ def gather_facts(logits_NE: Tensor, batch: GlobalBatch) -> RoutingFacts:
 
 
 def even_counts(choices: int, experts: int) -> Tensor:
-    """So many choices, spread over the experts: [E], the first have one more."""
-    return (choices + torch.arange(experts, dtype=torch.int64, device="cpu").flip(0)) // experts
+    """So many choices, spread over the experts: [E], the first have one more.
+    Without `torch.arange`, which under `cp` may be asked for positions (context/operations.py).
+    """
+    more = torch.tensor(range(experts - 1, -1, -1), dtype=torch.int64, device="cpu")
+    return (choices + more) // experts
 
 
 def _assumed_queues(experts_NK: Tensor, experts: int, batch: GlobalBatch) -> Queues:
     """The queues of choices on the meta device: every data rank has as many tokens."""
     (n, k), ranks = experts_NK.shape, batch.ranks
-    loads = assumed_loads(batch, even_counts(n * k, experts).expand(ranks, -1))
+    loads = even_counts(n * k, experts).expand(ranks, -1)
     wanted_KE = torch.stack([even_counts(ranks * n, experts) for _ in range(k)])
     positions = torch.empty_like(experts_NK, device="meta")
     facts = RoutingFacts((n,) * ranks, (True,) * ranks)
     return Queues(positions, loads, wanted_KE, 0, facts)
-
-
-def assumed_loads(batch: GlobalBatch, even_RE: Tensor) -> Tensor:
-    known = torch.tensor(batch.loads, dtype=torch.int64, device="cpu")
-    return known if batch.loads else even_RE
 
 
 def _sum_before(counts: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from shardwise.core.errors import NonFiniteError
 from shardwise.techniques.expert.dispatch import Exchange
 from shardwise.techniques.expert.expert_moves import ExpertMove
 from shardwise.techniques.expert.moe_layer import ExpertPlace
-from shardwise.techniques.expert.routing import Record, Routing, assumed_loads, even_counts, phase
+from shardwise.techniques.expert.routing import Record, Routing, even_counts, phase
 
 
 def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -89,7 +89,7 @@ class StackedOnRanks:
         if experts_NK.is_meta:
             everyone(experts_NK.new_empty(self.experts + 1))
             even = even_counts(experts_NK.numel(), self.experts)
-            return assumed_loads(place.batch, even.expand(place.batch.ranks, -1))
+            return even.expand(place.batch.ranks, -1)
         own = torch.bincount(experts_NK.flatten(), minlength=self.experts)
         # a stand-in's do not count
         finite = torch.isfinite(weights_NK.detach()).all() | place.has_no_rows()

@@ -84,6 +84,7 @@ class RowExchange:
         first = self.world.rank - self.place
         by_rank = every[first : first + self.ranks : self.base]
         counts = [tuple(rank[n] for rank in by_rank) for n in range(len(parts))]
+        counts = self.world.counts or counts
         self.parts = list(zip(parts, counts, strict=True))
         self.counts, self.assumed = counts[0], False
         return parts

@@ -2,10 +2,11 @@
 
 from typing import Final
 
+from shardwise.comm.ledger import Key
 from shardwise.core.layouts.layout import I, R, S, price
 from shardwise.core.model_spec import ELEMENT_BYTES, RowGather
 from shardwise.prediction.rank_shape import stage_of, stages_on
-from shardwise.prediction.traffic import CONSENSUS_BYTES, Counted, Price, Share, Tariff, TrafficLine
+from shardwise.prediction.traffic import CONSENSUS_BYTES, Counted, Price, Share, Tariff
 
 
 def _sends(share: Share) -> Counted:
@@ -16,11 +17,11 @@ def _sends(share: Share) -> Counted:
             few, many = gather.degrees
             step = price(S(0), I, gather.numel, many // few)
             size = round(step.sent) * ELEMENT_BYTES[gather.dtype]
-            tariff.add(TrafficLine(f"rows{few}-{many}", step.what, gather.phase), size)
+            tariff.add(Key(f"rows{few}-{many}", step.what, gather.phase), size)
     if len(plan.tensor_degrees) > 1:
-        rows = plan.size * (plan.microbatches if share.trains else 1)
+        rows = plan.size * plan.microbatches
         step = price(S(0), R, rows, plan.size)
-        tariff.add(TrafficLine("world", step.what, "check"), round(step.sent) * CONSENSUS_BYTES)
+        tariff.add(Key("world", step.what, "check"), round(step.sent) * CONSENSUS_BYTES)
     return tariff.sent_bytes
 
 

@@ -35,14 +35,12 @@ class LayerPasses:
     rank: int
     own: Sequence[str] = ()
 
-    def counts(
-        self, parts: Sequence[Any], given: Sequence[Counts] | None, count: Count | None
-    ) -> list[Counts]:
-        """Each base data rank's rows by microbatch, equal if not given; `count`: of a batch."""
+    def counts(self, parts: Sequence[Any], count: Count | None) -> list[Counts]:
+        """Each base data rank's rows by microbatch, all equal; `count`: of a batch."""
         ranks = self.plan.size // self.plan.mesh.size_of("pp") // self.plan.mesh.size_of("tp")
         if not self.plans.meshes:
             return [()] * len(parts)
-        return [(rows(part, count),) * ranks for part in parts] if given is None else list(given)
+        return [(rows(part, count),) * ranks for part in parts]
 
     def around(self, counts: Counts) -> Around | None:
         """The hooks of a pass on a microbatch with these rows; None without such layers."""

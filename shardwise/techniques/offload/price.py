@@ -16,11 +16,10 @@ Parameters that rest there are held in the precision of the weight, and read as 
 use. In 32 bits and more they are the masters; in 16 the update writes A(B) more.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from shardwise.core.chunks import aligned, chunk_numel, reserved_bytes
-from shardwise.core.layouts.layout import between
 from shardwise.core.model_spec import ModelShape
 from shardwise.core.plan.plan import Plan
 from shardwise.core.zero import Moment, RowMove, Tier
@@ -34,7 +33,7 @@ from shardwise.prediction.stored_bytes import (
     master_bytes,
     optimizer_bytes,
 )
-from shardwise.prediction.traffic import Counted, Price, Share, Tariff, TrafficLine, phases
+from shardwise.prediction.traffic import Counted, Price, Share, Tariff, phases
 
 
 def host_bytes(share: Share) -> dict[str, int]:
@@ -101,14 +100,6 @@ def _stores(share: Share, tier: Tier) -> Mapping[str, int]:
     return {} if stored is None else stored(share)
 
 
-def _omits(plan: Plan, step: int, follows: bool) -> Collection[TrafficLine]:
-    """The copy after a delayed update, which the next step makes; the first has none."""
-    offload = plan.offloaded
-    if offload is None or not offload.delays(step) or (follows and offload.delays(step - 1)):
-        return ()
-    return (TrafficLine("tier", between("host", "device"), "update"),)
-
-
 def _on_disk(plan: Plan, model: ModelShape) -> Iterator[Group]:
     return (group for group in groups(plan, model) if group.moves.offload == "disk")
 
@@ -134,4 +125,4 @@ def _master_bytes(group: Group) -> int:
     return group.flat.share * master_bytes(group)
 
 
-OFFLOAD: Final = Price(_sends, _stores, omits=_omits)
+OFFLOAD: Final = Price(_sends, _stores)

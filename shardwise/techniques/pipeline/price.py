@@ -1,17 +1,17 @@
 """The bytes of a pipeline: what a rank sends to other stages, and the versions of weights it keeps.
 
 In a step the schedule's transfers are sent: values cross boundaries forward, and the gradients of
-trained ones cross backward; then the buffers outside of layers that a run has written. An
-evaluation sends from each stage to the following one.
+trained ones cross backward; then the buffers outside of layers that a run has written.
 
 An asynchronous schedule keeps old versions of trained parameters, at the peak of the step
 (core/schedule/lower.py). There are none between steps.
 """
 
 from collections.abc import Mapping
-from itertools import pairwise, product
+from itertools import product
 from typing import Final
 
+from shardwise.comm.ledger import Key
 from shardwise.core.mesh import PIPELINE as AXIS
 from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.schedule.library import build, updates
@@ -19,7 +19,7 @@ from shardwise.core.schedule.lower import versions
 from shardwise.core.schedule.schedule import Transfer
 from shardwise.core.zero import Tier
 from shardwise.prediction.stored_bytes import block_bytes, groups
-from shardwise.prediction.traffic import Counted, Price, Share, Tariff, TrafficLine
+from shardwise.prediction.traffic import Counted, Price, Share, Tariff
 
 
 def _sends(share: Share) -> Counted:
@@ -28,11 +28,6 @@ def _sends(share: Share) -> Counted:
     if schedule is None or not bundles:
         return tariff.sent_bytes
     here = tariff.coordinates.get(AXIS, 0)
-    if not share.trains:
-        for bundle, (owner, following) in zip(bundles[0], pairwise(schedule.home), strict=True):
-            for x in bundle if owner == here != following else ():
-                tariff.send(x.element_bytes, x.numel, "forward")
-        return tariff.sent_bytes
     steps = schedule.rows[here]
     sends = [step.token for step in steps if isinstance(step, Transfer) and step.op == "SEND"]
     runs = range(0, len(bundles), schedule.microbatches)
@@ -40,7 +35,7 @@ def _sends(share: Share) -> Counted:
     others = len(runs) * (len(schedule.rows) - 1)
     for stage, stored_bytes in share.spec.stages.written:
         if schedule.home[stage] == here:
-            tariff.add(TrafficLine(AXIS, "broadcast", "check"), stored_bytes * others)
+            tariff.add(Key(AXIS, "broadcast", "check"), stored_bytes * others)
     for first, (kind, stage, microbatch) in product(runs, sends):
         forward = kind == "act"
         for x in bundles[first + microbatch][stage if forward else stage - 1]:

@@ -70,8 +70,6 @@ def _gradient_slots(plan: Plan, model: ModelShape) -> Slots:
 def _sends(share: Share) -> Counted:
     plan, spec = share.plan, share.spec
     tariff, here = Tariff(plan, share.rank), stages_on(plan, share.rank)
-    if not share.trains:
-        return tariff.sent_bytes
     ranks = tariff.size(TENSOR)
     for run in spec.tensors.runs if spec.tensors else ():
         for part in parts(run.tape, spec.recomputed):

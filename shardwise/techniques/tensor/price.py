@@ -28,6 +28,7 @@ from functools import partial
 from itertools import groupby
 from typing import Final
 
+from shardwise.comm.ledger import Key
 from shardwise.core.layouts.layout import I, P, Placement, R, S, price
 from shardwise.core.layouts.uneven import Cut, Lengths
 from shardwise.core.mesh import TENSOR as AXIS
@@ -41,7 +42,7 @@ from shardwise.core.model_spec import (
     Value,
 )
 from shardwise.prediction.rank_shape import stages_on
-from shardwise.prediction.traffic import Counted, Price, Share, Tariff, TrafficLine
+from shardwise.prediction.traffic import Counted, Price, Share, Tariff
 from shardwise.techniques.tensor.tensor_table import Style, cuts
 
 #: (src, dst, numel of the whole, element bytes, phase)
@@ -205,7 +206,7 @@ def _send(tariff: Tariff, axis: str, model: ModelSpec, spec: TensorSpec, mine: s
 
 def _send_loss(tariff: Tariff, axis: str, loss: CutLoss) -> None:
     positions, smoothing, size = loss
-    ranks, line = tariff.size(axis), TrafficLine(axis, "all_reduce", "forward")
+    ranks, line = tariff.size(axis), Key(axis, "all_reduce", "forward")
     sent_bytes = loss_bytes(positions, ranks, smoothing=smoothing, element_bytes=size)
     tariff.add(line, sent_bytes)
     tariff.sent_bytes.messages[line] += bool(sent_bytes)  # the maxima, then the sums

@@ -20,18 +20,33 @@ promises of these words are compared with the engine:
     arenas                  every tensor that is to lie in an arena has found a slot
     blocks.A-B              the layers with the numbers A to B, both included
 
+And of the bytes that a step sends, of N bytes of parameters on n ranks (ZeRO, section 7; GShard,
+arXiv 2006.16668, section 3.2):
+
+    ddp                     2 N (n-1)/n in all-reduces
+    zero1                   N (n-1)/n in reduce-scatters, and as many in all-gathers
+    zero2                   the same, with the reduce-scatters of each microbatch
+    zero3                   N (n-1)/n in reduce-scatters of each microbatch, and in all-gathers of
+                            its forward pass, at most for each call; fewer in the backward pass
+    epN                     the rows of tokens for experts of other ranks, there and back
+
+Other words, and models that use a weight outside of the module that owns it, have no closed form.
+
 Units are padded by less than 64 bytes for each parameter and each rank.
 """
 
 import math
 import os
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from shardwise.comm.ledger import Key
 from shardwise.core.plan.plan import Plan
 from shardwise.core.schedule.library import allowed, entry
 from shardwise.core.schedule.lower import peaks
@@ -40,6 +55,8 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.memory import owned
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.units import Unit
+from shardwise.techniques.expert.apply import ExpertLayout, experts_in, shapes_of
+from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.techniques.recompute.checkpointed import FULL, SELECTIVE
 from shardwise.techniques.recompute.word import PARTITIONED_WORDS, recompute_every
 
@@ -72,13 +89,16 @@ UNITS: Final = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 Promises = dict[str, tuple[int, int]]
 
 
-def broken(engine: Engine, activations: int) -> Promises:
+def recompute_bytes(plan: Plan) -> int:
+    """The bytes of activations that `recompute:SIZE` allows; 0 for other words."""
+    size = re.fullmatch(r"(\d+)(B|KiB|MiB|GiB)", plan.recompute or "")
+    return int(size[1]) * UNITS[size[2]] if size else 0
+
+
+def broken(engine: Engine) -> Promises:
     """The promises of the plan that this rank of `engine` does not keep, between two steps."""
     plan = engine.plan
     found = _padded(engine.flats) | _ranges(plan, engine.names)
-    size = re.fullmatch(r"(\d+)(B|KiB|MiB|GiB)", plan.recompute or "")
-    if size and activations > (most := int(size[1]) * UNITS[size[2]]):
-        found |= _unequal("activations", activations, most)
     missed = engine.world.arenas.kept.missed + engine.world.arenas.gradients.missed
     found |= _unequal("tensors without a slot of an arena", missed, 0)
     if plan.offloaded is None:
@@ -262,3 +282,134 @@ def _offloaded(units: Sequence[Unit], share: float, tier: Tier) -> Promises:
     if least <= read <= least + max(numels, default=0):
         return {}
     return _unequal(f"elements with states on {tier}", read, least)
+
+
+# --- the bytes of a step --------------------------------------------------------------------------
+
+
+class Uses(TorchFunctionMode):
+    """How the forward of a plain model uses its weights, while entered.
+
+    calls     the number of calls of each module, by name
+    outside   the parameters that are read outside of the modules that own them
+    experts   its layers of experts, by name
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.calls, self.outside = Counter[str](), set[str]()
+        self.running, self.experts = Counter[str](), shapes_of(model)
+        self.params = dict[int, tuple[str, set[str]]]()
+        for name, p in model.named_parameters(remove_duplicate=False):
+            self.params.setdefault(id(p), (name, set()))[1].add(name.rpartition(".")[0])
+        self.handles = list[Any]()
+        for name, module in model.named_modules():
+            self.handles += [
+                module.register_forward_pre_hook(partial(self._begin, name)),
+                module.register_forward_hook(partial(self._end, name), always_call=True),
+            ]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in args if getattr(func, "__name__", "") != "__get__" else ():
+            name, owners = self.params.get(id(x), ("", set[str]()))
+            if isinstance(x, Tensor) and name and not any(self.running[own] for own in owners):
+                self.outside.add(name)
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *of: object) -> None:
+        super().__exit__(None, None, None)
+        for handle in self.handles:
+            handle.remove()
+
+    def _begin(self, name: str, *_: Any) -> None:
+        self.calls[name] += 1
+        self.running[name] += 1
+
+    def _end(self, name: str, *_: Any) -> None:
+        self.running[name] -= 1
+
+
+#: The least and the most bytes of a line.
+Bounds = dict[Key, tuple[float, float]]
+
+
+def broken_bytes(engine: Engine, sent: Mapping[Key, int], uses: Uses, *, trains: bool) -> Promises:
+    """The lines of a step, or of an evaluation, that have other bytes than the closed form. What
+    ranks agree on (`check`) has none, nor the owners' pieces of weights that are updated whole.
+    """
+    plan = engine.plan
+    alone = plan.size == plan.data_size and plan.cp * plan.ep == 1
+    if not alone or plan.tiled or plan.layers or experts_in(engine.model):
+        return {}
+    bounds = _bounds(engine, uses, trains=trains)
+    found: Promises = {}
+    for line in {*bounds, *sent}:
+        free = line.axis == "tier" or line.phase == "check" or line.kind == "all_to_all"
+        least, most = bounds.get(line, (0, 0))
+        read = sent.get(line, 0)
+        if not free and not least <= read <= most:
+            theory = most if read > most else least
+            found |= _unequal(f"{line.axis} {line.kind}, {line.phase}", read, round(theory))
+    return found
+
+
+def _bounds(engine: Engine, uses: Uses, *, trains: bool) -> Bounds:
+    found, runs = Bounds(), engine.microbatches if trains else 1
+
+    def add(axis: Any, what: tuple[str, str], least: float, most: float | None = None) -> None:
+        key = Key(axis.name, *what)
+        before = found.get(key, (0, 0)) if axis.size > 1 else (0, 0)
+        found[key] = before[0] + least, before[1] + (least if most is None else most)
+
+    for axis in engine.axes if trains else ():
+        stored = sum(b.nbytes for b in engine.model.buffers()) if axis.rank == 0 else 0
+        add(axis, ("broadcast", "forward"), stored * (axis.size - 1))
+    names = {module: name for name, module in engine.model.named_modules()}
+    for unit in engine.data.units.order:
+        calls = runs * sum(uses.calls[names[module]] for module in unit.modules)
+        for flat in unit.groups:
+            axis, (param, grad, optim) = flat.shard_axis, _columns(engine.plan, flat)
+            n, r, size = axis.size, flat.replicate_axis.size, flat.shard.element_size()
+            part = flat.plan.padded // n * (n - 1) * size
+            if param == "S":
+                known = calls and not uses.outside.intersection(flat.names)
+                forward = (part * runs, part * calls) if known else (0, math.inf)
+                add(axis, ("all_gather", "forward"), *forward)
+                add(axis, ("all_gather", "backward"), 0, part * calls if known else math.inf)
+            if trains and flat.trained:
+                shared = round(2 * (flat.plan.padded // n / r) * (r - 1)) * size
+                each = runs if grad == "R" and optim != "S" else 1
+                add(flat.replicate_axis, ("all_reduce", "backward"), shared * each)
+                if optim == "S":
+                    kind = "all_reduce" if grad == "R" else "reduce_scatter"
+                    sums = part * (1 if grad == "P" else runs) * (1 + (grad == "R"))
+                    add(axis, (kind, "backward"), sums)
+                    add(axis, ("all_gather", "update"), part * (param == "R"))
+    return {key: bounds for key, bounds in found.items() if bounds[1]}
+
+
+def _columns(plan: Plan, flat: Flat) -> Sequence[str]:
+    """The letters of parameter, gradient and optimizer state in the row of its word."""
+    words = _words(plan, flat)
+    letters = zip("RPR", SHARDED.get(words, ()), strict=False)
+    return [("S" if cut else own) for own, cut in letters] or words.removeprefix("row:").split(",")
+
+
+def exchanged(engine: Engine, uses: Uses, loads: Sequence[Loads], *, trains: bool) -> int:
+    """The bytes that a rank sends to experts and back, for these loads of each microbatch: rows for
+    other ranks' experts when they are dispatched, and those of other ranks when they come back.
+    """
+    layout, total = engine.sharded.of(ExpertLayout), 0
+    ep, here, tensor = layout.axis, engine.sharded.place, engine.sharded.tensor.rank
+    peers = range(here - ep.rank, here - ep.rank + ep.size)
+    for name in shapes_of(engine.model):
+        weight = next(engine.model.get_submodule(name).parameters())
+        again = any(f"{name}.".startswith(f"{own}.") for own in engine.recompute.kinds)
+        row_bytes = uses.experts[name].width * weight.element_size() * (1 + trains * (1 + again))
+        for choices in (each.on(name, tensor) for each in loads):
+            own = len(choices[here]) // ep.size
+            for peer in (peer for peer in peers if peer != here):
+                first, at = (own * (rank - peers.start) for rank in (peer, here))
+                sent, received = choices[here][first : first + own], choices[peer][at : at + own]
+                total += (sum(sent) + sum(received)) * row_bytes
+    return total

@@ -23,13 +23,11 @@ from shardwise.engine import memory
 from shardwise.engine.engine import Engine
 from shardwise.engine.state import state
 from shardwise.engine.state.state import Loading
-from shardwise.prediction import traffic
 from shardwise.techniques.data.flat import flat_parameter
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.layers import layer_plan
-from shardwise.techniques.offload import price as offload_price
 from shardwise.techniques.offload.disk_optimizer import DiskOptimizer
 from shardwise.techniques.offload.word import Offload
 from shardwise.techniques.pipeline.runtime import _Post
@@ -136,11 +134,6 @@ def one_f_one_b_as_gpipe(patch: Patch) -> None:
 
 ROWS |= {
     # --- bytes ------------------------------------------------------------------------------------
-    "an all-reduce at half its price [dp2] bytes": result(
-        traffic,
-        "price",
-        lambda move, *_: replace(move, sent=move.sent / (2 if move.what == "all_reduce" else 1)),
-    ),
     "half of an all-reduce counted [dp2] bytes": arguments(
         transport, "volume", lambda kind, n, *of: (kind, n // (1 + (kind == "all_reduce")), *of)
     ),
@@ -168,20 +161,11 @@ ROWS |= {
     "units are aligned to elements [dp2 zero3 of gpt] memory": everywhere(
         flatten, "flatten", lambda real, numels, _, ranks: real(numels, 1, ranks)
     ),
-    # the second gradients of delayed updates, in run and prediction
-    "host memory in no list [dp2 zero1 offload:optim-delayed=0] memory": all_of(
-        everywhere(
-            memory,
-            "gradients_of",
-            lambda real, flat: [t for t in real(flat) if t is not flat.grads.other_host_grad],
-        ),
-        everywhere(
-            offload_price,
-            "host_bytes",
-            lambda real, *args, **how: (
-                (found := real(*args, **how)) | {"gradients": found["gradients"] // 2}
-            ),
-        ),
+    # the second gradients of delayed updates
+    "host memory in no list [dp2 zero1 offload:optim-delayed=0] memory": everywhere(
+        memory,
+        "gradients_of",
+        lambda real, flat: [t for t in real(flat) if t is not flat.grads.other_host_grad],
     ),
     # --- coverage, checkpoints --------------------------------------------------------------------
     "a rank that shows no boxes [dp2 zero1] coverage": shown(
