@@ -15,14 +15,14 @@ import torch
 from torch.utils._pytree import tree_map
 
 import shardwise as sw
-from shardwise.comm.ledger import sent_bytes
 from shardwise.comm.world import World, alone
 from shardwise.core.plan.plan import Plan
+from shardwise.core.tally import sent_bytes
 from shardwise.engine.engine import Engine
 from shardwise.engine.memory import resting
 from shardwise.engine.state.box import Box
 from shardwise.engine.step_end import Metrics
-from shardwise.observe.dry_engine import step_peaks
+from shardwise.observe.dry_engine import dry_step
 from shardwise.observe.dry_twin import ALONE, DryTwin
 from shardwise.observe.meter import Leak, Meter
 from shardwise.observe.work import kernels_of
@@ -163,7 +163,7 @@ def trained(engine: Engine, dry: DryTwin, proof: Proof, expected: Expected) -> T
         found.measured |= most
         options = options_of(task, proof.case, kernels_of(engine.world.device))
         with ALONE:
-            told = step_peaks(task.make(), proof.plan, batch, options, engine.world.rank)
+            told = dry_step(task.make(), proof.plan, batch, options, engine.world.rank)
         found.predicted |= {"fetched": told.fetched, "hosted": told.host_activations}
     engine.world.barrier()  # ranks in threads read each other's tensors until here
     gc.collect()

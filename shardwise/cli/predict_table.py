@@ -81,7 +81,7 @@ def answer(
     found: "Prediction", rows: int, positions: int, device_bytes: int | None = None
 ) -> Answer:
     """The answer for `rows` rows in a step over all ranks, each of `positions` tokens."""
-    parts, plan = dict(found.peaks.parts), found.plan
+    parts, plan = dict(found.dry_step.parts), found.plan
     part = largest(parts)
     return Answer(
         plan=plan,
@@ -98,7 +98,7 @@ def answer(
 def _in_all(found: "Prediction") -> dict[str, int]:
     """Sums over all ranks. The ranks of one pipeline stage count the same."""
     stages = found.plan.mesh.line("pp", found.rank)
-    each = [(found if rank == found.rank else found.on(rank)).peaks.parts for rank in stages]
+    each = [(found if rank == found.rank else found.on(rank)).dry_step.parts for rank in stages]
     times = found.world // len(stages)
     return {name: times * sum(parts.get(name, 0) for parts in each) for name in each[0]}
 

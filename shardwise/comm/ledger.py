@@ -28,40 +28,14 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from operator import add, sub
-from typing import Final, NamedTuple
+from typing import Final
 
 from torch import Tensor
 
-#: The axis of copies between the tiers of one rank (tiers.py).
-TIER: Final = "tier"
+from shardwise.core.tally import TIER, Key, Tally
+
 #: How many of the last calls a ledger can name.
 RECENT: Final = 5
-
-
-class Key(NamedTuple):
-    """The key of a line of the ledger."""
-
-    axis: str
-    kind: str
-    phase: str
-
-
-@dataclass(frozen=True)
-class Tally:
-    """The totals of one line; `peers` is the number of receiving ranks, added up over the calls."""
-
-    calls: int = 0
-    elements: int = 0
-    sent_bytes: int = 0
-    peers: int = 0
-
-    def __add__(self, other: "Tally") -> "Tally":
-        return Tally(*map(add, vars(self).values(), vars(other).values()))
-
-    def __sub__(self, other: "Tally") -> "Tally":
-        return Tally(*map(sub, vars(self).values(), vars(other).values()))
 
 
 class Line:
@@ -135,19 +109,6 @@ class Ledger:
 
     def sent_bytes(self) -> int:
         return rank_bytes(self.lines)
-
-
-def sent_bytes(lines: Mapping[Key, Tally]) -> dict[Key, int]:
-    """The bytes of each line, without zeros."""
-    return {key: tally.sent_bytes for key, tally in lines.items() if tally.sent_bytes}
-
-
-def by_kind(sent: Mapping[Key, int]) -> dict[str, int]:
-    """The bytes by axis and kind, such as "dp all_gather", summed over phases, without zeros."""
-    total: dict[str, int] = {}
-    for (axis, kind, _), count in sent.items():
-        total[f"{axis} {kind}"] = total.get(f"{axis} {kind}", 0) + count
-    return {name: count for name, count in sorted(total.items()) if count}
 
 
 def rank_bytes(lines: dict[Key, Tally]) -> int:

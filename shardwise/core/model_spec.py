@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 from shardwise.core.layouts.param_layout import AxisLayout, Layout
 from shardwise.core.layouts.uneven import Cut
-from shardwise.techniques.expert.expert_moves import ExpertLayer, LayerMove
+from shardwise.techniques.expert.expert_moves import ExpertLayer
 from shardwise.techniques.tensor.tensor_table import ModuleShape, Style, Table
 
 # --- the tape of a forward pass -------------------------------------------------------------------
@@ -130,14 +130,6 @@ class TiledParam(NamedTuple):
     cut: Cut
 
 
-class CutLoss(NamedTuple):
-    """A cross-entropy of sharded logits; `element_bytes`: of the sums that ranks exchange."""
-
-    positions: int
-    smoothing: bool
-    element_bytes: int
-
-
 @dataclass(frozen=True)
 class BufferShape:
     """One buffer: full name in the model, dims, element type."""
@@ -153,16 +145,10 @@ class BufferShape:
 
 @dataclass(frozen=True)
 class UnitShape:
-    """The parameters that are gathered and freed together, in their order in the flat tensor.
-    `uses` is the number of times that a forward pass needs the freed unit: one for each call.
-    `again` is the same number for a backward pass; it is 0 if the unit is still gathered then, or
-    if its backward pass does not read it.  In a pipeline `uses` counts a run of the schedule.
-    """
+    """The parameters that are gathered and freed together, in their order in the flat tensor."""
 
     name: str
     params: tuple[ParamShape, ...]
-    uses: int = 1
-    again: int = 1
 
     @property
     def numel(self) -> int:
@@ -217,26 +203,11 @@ class Call(NamedTuple):
     recorded: bool = True
 
 
-class RowGather(NamedTuple):
-    """Rows gathered for a layer between two tensor degrees; `numel` is that of the result."""
-
-    layer: str
-    degrees: tuple[int, int]
-    numel: int
-    dtype: str
-    phase: str
-
-
 class ModelPass(NamedTuple):
     """A forward and a backward pass of the plain model: the calls of its modules, in order.
 
-    losses   the cross-entropies of logits sharded over tensor ranks
-    joins    logits that are gathered; they are `trained` if backward gathers them
-    saves    the numbers of calls after which autograd saved a tensor
     reads    the parameters that operations read, with the number of calls before each
-    moves    what layers of experts send
-    rows     the `RowGather` of layers with a mesh of their own, and what `cp` sends
-             (context/positions.py)
+    rows     the attentions of a rank of `cp` (context/positions.py)
     note     what depends on the values of the batch
     unused   the trained parameters that have no gradient
     """
@@ -244,10 +215,6 @@ class ModelPass(NamedTuple):
     calls: tuple[Call, ...]
     values: tuple[Value, ...]
     tape: Tape = Tape()
-    losses: tuple[CutLoss, ...] = ()
-    joins: tuple[Value, ...] = ()
-    saves: tuple[int, ...] = ()
-    moves: tuple[LayerMove, ...] = ()
     rows: tuple[Any, ...] = ()
     note: str = ""
     unused: frozenset[str] = frozenset()
@@ -265,40 +232,26 @@ class UnitModules:
     looks_up: bool = False
 
 
-class StageTensor(NamedTuple):
-    """A tensor that goes from one stage to the next. `trained`: its gradient comes back."""
-
-    numel: int
-    element_bytes: int
-    trained: bool
-
-
-#: What crosses each cut between stages, for one microbatch.
-Bundles = tuple[tuple[StageTensor, ...], ...]
-
-
 @dataclass(frozen=True)
 class StageSpec:
     """A model cut into stages.
 
     params    the stages of each parameter: several of a tied one
     layers    the stages of each layer; modules and buffers in no layer are on every rank
-    bundles   for each microbatch of a step, what crosses each cut
+    graded    whether a gradient comes back across each boundary
     outside   the parameters that each stage reads outside of its layers
-    written   the stage and bytes of each buffer outside of layers that a microbatch writes
     parts     the stages of layers that are parts of other layers too, by their first names
     """
 
     params: dict[str, tuple[int, ...]]
     layers: dict[str, tuple[int, ...]]
-    bundles: tuple[Bundles, ...]
+    graded: tuple[bool, ...]
     outside: tuple[frozenset[str], ...]
-    written: tuple[tuple[int, int], ...]
     parts: dict[str, tuple[int, ...]]
 
     @property
     def number(self) -> int:
-        return 1 + len(self.bundles[0])
+        return 1 + len(self.graded)
 
     def of(self, name: str) -> tuple[int, ...]:
         """The stages of the layer that contains the module or buffer `name`; () if none does."""
@@ -314,7 +267,6 @@ class TensorSpec:
     styles, modules   by the names of modules
     params            params[module][name]: the full name of a parameter of a module with a style
     experts           the layouts of parameters of layers of experts that have no style
-    runs              the pass of each microbatch of a step; they differ in their shapes only
     """
 
     table: Table
@@ -323,7 +275,6 @@ class TensorSpec:
     modules: dict[str, ModuleShape]
     params: dict[str, dict[str, str]]
     experts: dict[str, AxisLayout]
-    runs: tuple[ModelPass, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -354,13 +305,9 @@ class ModelSpec:
     run            one recorded pass on the meta device
     stages         None without a pipeline; `tensors`: None without a tensor axis
     recomputed     "full" or "selective", by the names of recomputed modules
-    on_host        the blocks, in order, whose activations rest in host memory; for them `tapes` has
-                   the tapes of all microbatches
-    arenas         whether inputs that recomputation keeps are copied to an arena
     experts        the layouts on the axis `ep`, by the names of the parameters that it cuts
-    expert_layers  by name; `expert_moves`: what they send in each microbatch
-    layers         the styles of layers with a mesh of their own, by the number of their plan;
-                   `row_gathers`: what these gather in each microbatch
+    expert_layers  by name
+    layers         the styles of layers with a mesh of their own, by the number of their plan
     """
 
     shape: ModelShape
@@ -370,13 +317,8 @@ class ModelSpec:
     tensors: TensorSpec | None = None
     recomputed: Mapping[str, str] = field(default_factory=dict[str, str])
     experts: Mapping[str, AxisLayout] = field(default_factory=dict[str, AxisLayout])
-    on_host: tuple[str, ...] = ()
-    arenas: bool = False
-    tapes: tuple[Tape, ...] = ()
     expert_layers: Mapping[str, ExpertLayer] = field(default_factory=dict[str, ExpertLayer])
-    expert_moves: tuple[tuple[LayerMove, ...], ...] = ()
     layers: Mapping[int, TensorSpec] = field(default_factory=dict[int, TensorSpec])
-    row_gathers: tuple[tuple[Any, ...], ...] = ()
     tiles: Mapping[str, TiledParam] = field(default_factory=dict[str, TiledParam])
 
     @property

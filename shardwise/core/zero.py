@@ -20,8 +20,8 @@ A row that is not in the table trains in the same way.  Its plan word lists the 
 
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, figure 1 and section 7.
 
-The categories of a rank's bytes, which the engine counts (engine/memory.py) and techniques predict
-(prediction/traffic.py); asynchronous schedules have "versions" too, old parameters:
+The categories of a rank's bytes, which the engine counts (engine/memory.py); asynchronous
+schedules have "versions" too, old parameters:
 
     category      lasts     part of       on                   owner
     parameters    always                  device, host, disk   flat parameters; the rest of a row
@@ -75,10 +75,6 @@ class RowMove:
     @property
     def between_tiers(self) -> bool:
         return self.src_tier != self.dst_tier
-
-    @property
-    def of_disk(self) -> bool:
-        return "disk" in (self.src_tier, self.dst_tier)
 
 
 class RowMoves(tuple[RowMove, ...]):

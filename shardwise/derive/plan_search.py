@@ -24,10 +24,10 @@ from shardwise.derive.table import table_or_derived
 from shardwise.engine.options import EngineOptions, Loss
 from shardwise.engine.predict import predict_with
 from shardwise.engine.spec_of_model import plain_copy, stage_counts
-from shardwise.observe.dry_engine import step_peaks, with_few_microbatches
+from shardwise.observe.dry_engine import dry_step, with_few_microbatches
 from shardwise.observe.meta_pass import UNKNOWN
 from shardwise.prediction.cluster import Cluster, cluster_of
-from shardwise.prediction.prediction import Prediction, StepPeaks
+from shardwise.prediction.prediction import DryStep, Prediction
 
 #: The plans that are predicted.
 COUNT: Final = 8
@@ -76,12 +76,12 @@ class SearchedModel:
         found = predict_with(model, plan, self._rows(rows * plan.microbatches), options)
 
         @cache
-        def peaks(plan: Plan, rank: int) -> StepPeaks:
+        def step_on(plan: Plan, rank: int) -> DryStep:
             few = with_few_microbatches(plan, rank)
             batch = self._rows(rows * few.microbatches)
-            return step_peaks(model, few, batch, options, rank, parts=False)
+            return dry_step(model, few, batch, options, rank, parts=False, whole=plan)
 
-        return replace(found, dry=peaks)
+        return replace(found, dry=step_on)
 
     def _rows(self, rows: int) -> Any:
         return tree_map_only(Tensor, lambda x: x[:1].repeat(rows, *[1] * (x.dim() - 1)), self.batch)

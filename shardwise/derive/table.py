@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.core.errors import InputError, bad
+from shardwise.core.mesh import TENSOR
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.arguments import flag
 from shardwise.derive.axis_trace import OperationTrace, traced
@@ -105,7 +106,8 @@ def _derived(
         return not table.styles or keeps_shapes(sharded, table, trace, grouped)
 
     def joins(table: Table) -> bool:
-        return _joins(predict(model, plan, batch, loss=objective, table=table))
+        sent = predict(model, plan, batch, loss=objective, table=table).sent()
+        return (TENSOR, "all_gather", "forward") in sent
 
     words, grouped = _vocabulary(trace, known, ranks, logits=True), chosen(found)
     table = _table(words, grouped, ranks, known, runs)
@@ -278,10 +280,6 @@ def _vocabulary(
     apart = {holders[x.name] for x in trace.layers.values() if x.called and x.name not in words}
     shared = {holders[name] for name in words} - apart
     return {name: "vocabulary" for name, holder in holders.items() if holder in shared}
-
-
-def _joins(found: Any) -> bool:
-    return any(run.joins for run in found.spec.tensors.runs)
 
 
 def _patterns(

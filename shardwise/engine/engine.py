@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.ledger import Key, Ledger, Tally, by_kind, rank_bytes, sent_bytes
+from shardwise.comm.ledger import Ledger, rank_bytes
 from shardwise.comm.move import begin_sum
 from shardwise.comm.unchanged import kept
 from shardwise.core.buffer_sizes import pool_bytes
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import PIPELINE
+from shardwise.core.tally import Key, Tally, by_kind, sent_bytes
 from shardwise.core.tools.structure import plain_key
 from shardwise.engine import batch as shares
 from shardwise.engine import memory, step_end

@@ -1,7 +1,6 @@
 """What a spec of the plain model says besides its passes, and where passes are recorded."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -24,14 +23,12 @@ from shardwise.core.model_spec import (
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.tree import leaves
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
-from shardwise.prediction.stored_bytes import HALF, PLAIN, OptimizerShape
 
 V = TypeVar("V")
 
 
 def without_passes(
     plain: nn.Module,
-    plan: Plan,
     specs: Sequence[Any],
     facts: Facts,
     expert_layers: Mapping[str, ExpertLayer],
@@ -43,7 +40,6 @@ def without_passes(
         ModelPass((), ()),
         tensors=facts.tensors.get(0),
         experts=facts.experts,
-        arenas=plan.arenas,
         expert_layers=expert_layers,
         layers={number: own for number, own in facts.tensors.items() if number},
         tiles=facts.tiles,
@@ -80,15 +76,6 @@ def tensor_world(plan: Plan, rank: int) -> World:
     return traced(place, ranks).on(Mesh(((TENSOR, ranks),)))
 
 
-def by_shape(parts: Sequence[Any], make: Callable[[Any], V]) -> tuple[V, ...]:
-    """The result of `make` for each microbatch; computed once for equal shapes."""
-    known: dict[Any, V] = {}
-    for part in parts:
-        if shapes_of(part) not in known:
-            known[shapes_of(part)] = make(part)
-    return tuple(known[shapes_of(part)] for part in parts)
-
-
 def shapes_of(part: Any) -> tuple[Any, ...]:
     return tuple((x.shape, x.dtype) for x in leaves(part, Tensor, objects=True))
 
@@ -110,34 +97,10 @@ def buffer_shapes(model: nn.Module) -> tuple[BufferShape, ...]:
     )
 
 
-def optimizer_shape(spec: OptimizerSpec, params: Sequence[ParamShape]) -> OptimizerShape:
-    """The states of the optimizer for trained parameters of `params`, for any class and options.
-
-    (Assumes that groups of one class keep the same.)
-    """
-    if not params:
-        return PLAIN
-    members, default = spec.members, params[0].dtype
-
-    def shape_of(number: int) -> OptimizerShape:
-        first = next(k for k, member in enumerate(members) if member[1] is members[number][1])
-        found = _shape(spec, first, default, whole=not members[number][1].by_element)
-        return replace(found, group=number)
-
-    own = {p.name: spec.number(p.name, len(p.shape)) for p in params}
-    shapes = {number: shape_of(number) for number in {0, *own.values()}}
-    others = {name: shapes[n] for name, n in own.items() if shapes[n] != shapes[0]}
-    return replace(shapes[0], others=tuple(others.items()))
-
-
-def _shape(spec: OptimizerSpec, group: int, dtype: str, *, whole: bool) -> OptimizerShape:
-    wide = torch.float32 if dtype in HALF else getattr(torch, dtype)
-    state = spec.first_state(group, (2, 3), wide)
-    kept = [value for value in state.values() if isinstance(value, Tensor)]
-    scalars = [value for value in kept if value.dim() == 0]
-    like = [value for value in kept if value.shape == (2, 3)]
-    factored = len(like) + len(scalars) < len(kept)
-    return OptimizerShape(len(like), sum(value.nbytes for value in scalars), factored, whole)
+def state_tensors(spec: OptimizerSpec) -> int:
+    """The optimizer states of the size of a parameter, of the first group."""
+    state = spec.first_state(0, (2, 3), torch.float32).values()
+    return sum(isinstance(x, Tensor) and x.shape == (2, 3) for x in state)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

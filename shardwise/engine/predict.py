@@ -17,23 +17,27 @@ from shardwise.core.tools.arguments import CHECK_EVERY, integer
 from shardwise.engine.batch import Count, rows
 from shardwise.engine.checks import hint, validate
 from shardwise.engine.checks.device_room import with_offload
-from shardwise.engine.model_structure import optimizer_shape, shapes_of
+from shardwise.engine.model_structure import shapes_of
 from shardwise.engine.optimizer.elementwise import require_possible, require_whole
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.options import EngineOptions, Loss
 from shardwise.engine.parallelize import plan_of
 from shardwise.engine.spec_of_model import model_spec
 from shardwise.observe.work import Kernels
-from shardwise.prediction.prediction import Prediction, StepPeaks
+from shardwise.prediction.flat_groups import layout_of
+from shardwise.prediction.prediction import DryStep, Prediction
 from shardwise.prediction.rank_shape import shape_on
-from shardwise.prediction.stored_bytes import layout_of
 from shardwise.techniques.data import rerun
 from shardwise.techniques.data.wrap_policy import Rule
-from shardwise.techniques.expert.price import EVEN
 from shardwise.techniques.pipeline import weight_stashing
 from shardwise.techniques.pipeline.stage_module import calls_under, stage_starts
 from shardwise.techniques.tensor.tensor_table import Table
 
+#: The note on a prediction of experts on ranks.
+EVEN: Final = (
+    "the bytes on the axis ep and the activations are those of an even load of the experts: they "
+    "depend on the routing of tokens"
+)
 #: Shapes of batches whose predictions are kept: the latest.
 KEPT: Final = 64
 
@@ -89,13 +93,15 @@ def predict(
         broadcast_buffers=broadcast_buffers,
         kernels=device,
     )
-    return predict_with(model, plan, batch, options, rank)
+    found = predict_with(model, plan, batch, options, rank)
+    assert found.dry_step  # whose errors are those of this call
+    return found
 
 
 def predict_with(
     model: nn.Module, plan: Plan | str, batch: Any, options: EngineOptions, rank: int = 0
 ) -> Prediction:
-    """The prediction, with the options of an engine."""
+    """The prediction, with the options of an engine; its dry run is made when it is first read."""
 
     def of(plan: Plan) -> Prediction:
         with hint.sharded(plan, alone):
@@ -177,17 +183,12 @@ class Predictor:
             rank,
             shape,
             spec,
-            optimizer=optimizer_shape(
-                self.spec, [p for p in (*shape.params, *spec.shape.params) if p.trainable]
-            ),
             norm=self.options.clip is not None,
-            broadcast_buffers=self.options.broadcast_buffers,
-            device=self.options.kernels,
             notes=tuple(filter(None, (spec.run.note, EVEN if plan.ep > 1 else ""))),
-            dry=cache(partial(self._peaks, batch)),
+            dry=cache(partial(self._dry_step, batch)),
         )
 
-    def _peaks(self, batch: Any, plan: Plan, rank: int) -> StepPeaks:
-        from shardwise.observe.dry_engine import step_peaks  # builds an engine, which predicts
+    def _dry_step(self, batch: Any, plan: Plan, rank: int) -> DryStep:
+        from shardwise.observe.dry_engine import dry_step  # builds an engine, which predicts
 
-        return step_peaks(self.model, plan, batch, self.options, rank)
+        return dry_step(self.model, plan, batch, self.options, rank)

@@ -4,7 +4,6 @@ One runs a forward and a backward pass (meta_pass.py).  Under a pipeline, the ot
 into stages, and a forward shows what crosses each boundary (techniques/pipeline/trace/tracer.py).
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -16,22 +15,16 @@ from torch import Tensor, nn
 
 from shardwise.comm.unchanged import kept_values
 from shardwise.comm.world import Axis, World
-from shardwise.core.layouts.uneven import Counts, Cut
+from shardwise.core.layouts.uneven import Counts
 from shardwise.core.mesh import TENSOR
 from shardwise.core.model_spec import (
-    Bundles,
-    ModelPass,
     ModelSpec,
     StageSpec,
-    StageTensor,
-    TensorSpec,
 )
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.batch import computed_parts, widened
 from shardwise.engine.build import facts_of
 from shardwise.engine.model_structure import (
-    by_shape,
-    shapes_of,
     tensor_world,
     valueless,
     without_passes,
@@ -39,13 +32,10 @@ from shardwise.engine.model_structure import (
 from shardwise.engine.options import EngineOptions, Loss
 from shardwise.engine.precision import DTYPES
 from shardwise.observe import meta_pass
-from shardwise.observe.work import Kernels
 from shardwise.techniques.context.apply import RecordedPositions
 from shardwise.techniques.data.apply import Sharding, cast_params, cast_whole, units_of
 from shardwise.techniques.data.wrap_policy import UnitSpec
 from shardwise.techniques.expert import apply as expert_parallel
-from shardwise.techniques.layers.plans import LayerPlans
-from shardwise.techniques.layers.recorded import LayerPasses
 from shardwise.techniques.pipeline import stage_module
 from shardwise.techniques.pipeline.partition import calls_of, candidates, starts
 from shardwise.techniques.pipeline.staged_model import Stages
@@ -55,12 +45,10 @@ from shardwise.techniques.recompute.price import FULL
 from shardwise.techniques.recompute.price_budget import within_budget
 from shardwise.techniques.recompute.word import recompute_budget
 from shardwise.techniques.tensor import apply as tensor_parallel
-from shardwise.techniques.tensor.tensor_table import Table, cuts
+from shardwise.techniques.tensor.tensor_table import Table
 from shardwise.techniques.tile.apply import Tiling, tile
 
 Call = Callable[[nn.Module, Any], Tensor]
-#: The plain model, what records a pass of it, a forward, and what adds the tape of a rank's model.
-Recording = tuple[nn.Module, Callable[..., ModelPass], Call, Callable[..., ModelPass]]
 
 
 class StagedLayout(NamedTuple):
@@ -71,17 +59,8 @@ class StagedLayout(NamedTuple):
     calls: Calls | None
 
 
-#: The bundles of each microbatch; what stages read, and what they write, outside of their layers.
-StageCuts = tuple[tuple[Bundles, ...], tuple[frozenset[str], ...], tuple[tuple[int, int], ...]]
-
-
-class ModelStructure(NamedTuple):
-    """A spec without passes; the table of styles, plans of layers, and where stages begin."""
-
-    spec: ModelSpec
-    table: Table | None
-    plans: LayerPlans
-    begin: tuple[str, ...]
+#: Whether a gradient comes back across each boundary, and what stages read outside of their layers.
+StageCuts = tuple[tuple[bool, ...], tuple[frozenset[str], ...]]
 
 
 def model_spec(
@@ -98,23 +77,25 @@ def model_spec(
     plain = plain_copy(model, plan)
     parts = computed_parts(batch, plan.microbatches, plan.cut, options.rows)
     context = positions_of(plain, plan, rank, options)
-    parts = context.cut(parts)
+    part, *_ = context.cut(parts)
     call = partial(_call, objective, context, DTYPES[plan.precision])
 
     def staged(layout: StagedLayout) -> StageCuts:
-        made = _Staged(plain, tensor_world(plan, rank), plan.sp, layout)
-        bundles = by_shape(parts, lambda part: made.bundles(call, part))
-        return bundles, made.outside, made.written
+        return _Staged(plain, tensor_world(plan, rank), plan.sp, layout).cuts(call, part)
 
-    spec, table, plans, begin = structure(plain, plan, options, staged)
-    real = partial(_real, model, plan, options)
-    around = context.around if plan.cp > 1 else None
-    record, taped = _recorders(plain, real, call, options.kernels, around)
-    if plans.meshes:
-        passes = LayerPasses(plans, plan, rank, (*begin, *plans.outside(dict(spec.recomputed))))
-        rows = list(zip(parts, passes.counts(parts, options.rows), strict=True))
-        return _with_meshes(spec, passes, table, (plain, record, call, taped), rows)
-    return _with_one_mesh(spec, (plan, rank, table), (plain, record, call, taped), parts)
+    spec, table = structure(plain, plan, options, staged)
+    around = {"around": context.around} if plan.cp > 1 else {}
+    real, kernels = partial(_real, model, plan, options), options.kernels
+    run = meta_pass.run(plain, real, call, part, kernels=kernels, **around)
+
+    def on(rank: int) -> ModelSpec:
+        laid_out = on_tensor_axis(plain, plan, rank, table)
+        own = meta_pass.with_tape(run, laid_out, call, part, kernels=kernels, **around)
+        return replace(spec, run=own)
+
+    spec = replace(spec, run=run) if table is None else on(rank)
+    widest = on(0) if table is not None and recompute_budget(plan.recompute) else spec
+    return replace(spec, recomputed=recomputed_kinds(widest, plan, dict(spec.recomputed)))
 
 
 def positions_of(
@@ -134,103 +115,6 @@ def _call(
     return objective(model, widened(rows, dtype, model))
 
 
-def _recorders(
-    plain: nn.Module,
-    real: Callable[[], nn.Module],
-    call: Call,
-    kernels: Kernels,
-    around: meta_pass.Around | None,
-) -> tuple[Callable[..., ModelPass], Callable[..., ModelPass]]:
-    """What records a pass of the plain model, and what adds the tape of a rank's model."""
-    changed = {} if around is None else {"around": around}
-    record = partial(meta_pass.run, plain, real, call, kernels=kernels, **changed)
-    return record, partial(meta_pass.with_tape, kernels=kernels, **changed)
-
-
-def _with_one_mesh(
-    spec: ModelSpec,
-    under: tuple[Plan, int, Table | None],
-    how: Recording,
-    parts: Sequence[Any],
-) -> ModelSpec:
-    (plan, rank, table), (_, record, _, _) = under, how
-    if table is not None:
-        spec = _with_table(spec, (plan, rank, table), how, parts)
-    else:
-        runs = by_shape(parts, record)
-        moves = tuple(run.moves for run in runs)
-        tapes = tuple(run.tape for run in runs) if spec.on_host else ()
-        rows = tuple(run.rows for run in runs)
-        spec = replace(spec, expert_moves=moves, row_gathers=rows, run=runs[0], tapes=tapes)
-        spec = replace(spec, recomputed=recomputed_kinds(spec, plan, dict(spec.recomputed)))
-    return spec
-
-
-def _with_table(
-    spec: ModelSpec, under: tuple[Plan, int, Table], how: Recording, parts: Sequence[Any]
-) -> ModelSpec:
-    (plan, rank, table), (plain, record, call, taped) = under, how
-    tensors = spec.tensors
-    assert tensors is not None
-    heads = _heads(tensors, tensor_world(plan, rank).axis(TENSOR))
-    runs = by_shape(parts, lambda part: record(part, heads))
-
-    def on(rank: int, part: Any) -> ModelPass:
-        return taped(runs[0], on_tensor_axis(plain, plan, rank, table), call, part)
-
-    every = by_shape(parts if plan.cp > 1 or spec.on_host else parts[:1], partial(on, rank))
-    spec = replace(
-        spec,
-        run=every[0],
-        tensors=replace(tensors, runs=runs),
-        expert_moves=tuple(run.moves for run in runs),
-        row_gathers=tuple(run.rows for run in every),
-        tapes=tuple(run.tape for run in every) if spec.on_host else (),
-    )
-    widest = replace(spec, run=on(0, parts[0])) if recompute_budget(plan.recompute) else spec
-    return replace(spec, recomputed=recomputed_kinds(widest, plan, dict(spec.recomputed)))
-
-
-def _with_meshes(
-    spec: ModelSpec,
-    passes: LayerPasses,
-    table: Table | None,
-    how: Recording,
-    parts: Sequence[tuple[Any, Counts]],
-) -> ModelSpec:
-    (plain, record, call, taped), plan, rank = how, passes.plan, passes.rank
-    tensors, own = spec.tensors, spec.layers
-    heads = {} if tensors is None else _heads(tensors, tensor_world(plan, rank).axis(TENSOR))
-    for number, of_layers in own.items():
-        heads |= _heads(of_layers, passes.axis(number))
-    known: dict[Any, ModelPass] = {}
-    for part, counts in parts:
-        key = shapes_of(part), counts
-        if key not in known:
-            known[key] = record(part, heads, passes.around(counts))
-    runs = tuple(known[shapes_of(part), counts] for part, counts in parts)
-    laid_out = passes.lay_out(on_tensor_axis(plain, plan, rank, table))
-    part, counts = parts[0]
-    return replace(
-        spec,
-        run=taped(runs[0], laid_out, call, part, passes.around(counts)),
-        tensors=tensors and replace(tensors, runs=runs),
-        layers={number: replace(of_layers, runs=runs) for number, of_layers in own.items()},
-        row_gathers=tuple(run.rows for run in runs),
-        expert_moves=tuple(run.moves for run in runs),
-    )
-
-
-def _heads(tensors: TensorSpec, axis: Axis) -> dict[str, tuple[Axis, Cut]]:
-    """The linear layers whose logits stay sharded over the axis, each with its cut."""
-    return {
-        name: (axis, cut)
-        for name, style in tensors.styles.items()
-        if style.name == "vocabulary" and tensors.modules[name].kind == "linear"
-        if (cut := cuts(style, tensors.modules[name], tensors.table, axis.size))
-    }
-
-
 def recomputed_kinds(spec: ModelSpec, plan: Plan, kinds: dict[str, str]) -> dict[str, str]:
     """`kinds`, or a budget's choice; under sp inputs are shards, and nothing is partitioned."""
     if plan.sp and plan.partitioned:
@@ -247,30 +131,22 @@ class _Staged:
         whole = twin(ours)
         self.stream = tensor_parallel.lay_out(whole, world, sp, layout.table).stream
         self.names = {id(p): name for name, p in ours.named_parameters()}
-        self.outside: tuple[frozenset[str], ...] = ()  # parameters that stages read outside layers
-        self.written: tuple[tuple[int, int], ...] = ()  # stage and bytes of buffers outside layers
         every = range(len(layout.begin) + 1)
         device = torch.device("cpu")
         self.stages = Stages(ours, whole, layout.begin, every, device, layout.calls)
 
-    def bundles(self, call: Call, part: Any) -> Bundles:
-        """What crosses each stage boundary for one microbatch."""
+    def cuts(self, call: Call, part: Any) -> StageCuts:
+        """Whether a gradient crosses each boundary, and the parameters read outside of layers."""
         self.stream.begin()
         with kept_values(part):
             trace = self.stages.trace(lambda model: call(model, part))
         own = self.stages.layers.own
-        self.outside = tuple(
+        outside = tuple(
             frozenset(self.names[id(p)] for number, p in own[stage].items() if number in read)
             for stage, read in enumerate(trace.read)
         )
-        self.written = tuple((each.stage, each.like.nbytes) for each in trace.outside)
-        return tuple(
-            tuple(
-                StageTensor(math.prod(spec.shape), spec.dtype.itemsize, spec.requires_grad)
-                for spec in bundle
-            )
-            for bundle in trace.bundles
-        )
+        graded = (any(spec.requires_grad for spec in bundle) for bundle in trace.bundles)
+        return tuple(graded), outside
 
 
 def plain_copy(model: nn.Module, plan: Plan) -> nn.Module:
@@ -321,9 +197,9 @@ def structure(
     plan: Plan,
     options: EngineOptions,
     staged: Callable[[StagedLayout], StageCuts],
-) -> ModelStructure:
-    """The spec of a plain model under a plan, without its passes.
-    `staged` gives what crosses stages, if the plan has a pipeline.
+) -> tuple[ModelSpec, Table | None]:
+    """The spec of a plain model under a plan, without its passes, and the table of styles.
+    `staged` gives what stages read and what crosses their boundaries, if the plan has a pipeline.
     """
     expert_parallel.check_experts(plain, plan)
     table = tensor_parallel.table_for(plain, plan, options.table)
@@ -336,7 +212,6 @@ def structure(
 
     plans = tensor_parallel.layer_tables(plain, plan, options.table)
     kinds = recomputation.recomputed_modules(plain, plan, options.units, begin)
-    hosted = recomputation.on_host(plain, plan, options.units, kinds, begin)
     alone = tuple(plans.alone(plain, options.units))
     tiling = tile(plain, plan, options.units)
     how_sharded = _sharding(plan, options, tiling, alone)
@@ -352,12 +227,11 @@ def structure(
         parts = {n: names[x] for x in names if (n := first[plain.get_submodule(x)]) not in names}
         cuts = StageSpec(at, names, *staged(StagedLayout(table, begin, calls)), parts)
     spec = replace(
-        without_passes(plain, plan, specs, facts, expert_parallel.shapes_of(plain)),
+        without_passes(plain, specs, facts, expert_parallel.shapes_of(plain)),
         stages=cuts,
         recomputed=kinds,
-        on_host=tuple(hosted),
     )
-    return ModelStructure(spec, table, plans, begin)
+    return spec, table
 
 
 def _sharding(

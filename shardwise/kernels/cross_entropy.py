@@ -87,7 +87,7 @@ def cross_entropy(
         return handle_torch_function(cross_entropy, (logits,), logits, targets, **words)
     if z_loss:
         columns = even(0, logits.shape[-1], 1)
-        return sharded_cross_entropy(logits, (Axis("none"), columns), targets, *options)[0]
+        return sharded_cross_entropy(logits, (Axis("none"), columns), targets, *options)
     require_loss(logits, targets, label_smoothing, z_loss, reduction)
     loss = F.cross_entropy(
         logits.reshape(targets.numel(), logits.shape[-1]),
@@ -117,8 +117,8 @@ def sharded_cross_entropy(
     label_smoothing: float,
     z_loss: float,
     reduction: str,
-) -> tuple[Tensor, int]:
-    """The loss of this rank's shard `x` [..., v], and the bytes per element of ranks' sums."""
+) -> Tensor:
+    """The loss of this rank's shard `x` [..., v]."""
     require_loss(x, targets, label_smoothing, z_loss, reduction)
     x, classes = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1).long()
     ignored = classes == ignore_index
@@ -126,7 +126,7 @@ def sharded_cross_entropy(
     terms = _Terms(axis, cut, label_smoothing, z_loss)
     losses = _Losses.apply(x, known_classes(classes, ignored, cut.whole), ignored, terms)
     loss = reduced(losses, ignored, reduction).to(loss_dtype(x))
-    return loss.view(targets.shape) if reduction == "none" else loss, losses.element_size()
+    return loss.view(targets.shape) if reduction == "none" else loss
 
 
 def require_loss(

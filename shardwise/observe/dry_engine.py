@@ -15,21 +15,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.comm.fake import FakeLinks
+from shardwise.comm.ledger import Ledger
 from shardwise.comm.unchanged import kept_values
 from shardwise.comm.world import world_of
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.plan.plan import Plan
-from shardwise.core.schedule.library import allowed
+from shardwise.core.schedule.library import allowed, updates
+from shardwise.core.schedule.schedule import Step, Transfer
+from shardwise.core.tally import Key, Tally
+from shardwise.core.zero import Tier
 from shardwise.engine import memory
 from shardwise.engine.batch import computed_parts, split
+from shardwise.engine.checks.consistency import CHECKED_STEPS
 from shardwise.engine.engine import Engine
 from shardwise.engine.model_structure import shapes_of, valueless
 from shardwise.engine.options import EngineOptions
@@ -37,14 +42,86 @@ from shardwise.engine.parallelize import build_engine
 from shardwise.observe.meta_pass import UNKNOWN, AsOn, ToMeta, meta_copy, value_copy
 from shardwise.observe.step_bytes import KeptBytes, StepBytes
 from shardwise.observe.work import Kernels, in_backward
-from shardwise.prediction.prediction import StepPeaks
+from shardwise.prediction.prediction import DryStep
 from shardwise.prediction.rank_shape import moments
 
+#: The totals of lines of the ledger.
+Tallies = dict[Key, Tally]
 _CPU: Final = torch.device("cpu")
 #: The kinds of equal microbatches: the first, which makes gradients, the last, and those between.
 MICROBATCHES: Final = 3
 #: The second step's peak is at least this part of what the first one stores beside its states.
 NEAR: Final = 0.98
+
+
+class MicrobatchTallies:
+    """What a rank sends in the actions of each microbatch, by run of its schedule."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger, self.before = ledger, ledger.lines
+        self.first: Step | None = None
+        self.runs: list[dict[int, Tallies]] = []
+
+    def see(self, step: Step) -> None:
+        """Count what was sent since the step before."""
+        self.first = self.first or step
+        self.runs += [{}] if step == self.first else []
+        number = step.token.microbatch if isinstance(step, Transfer) else step.microbatch
+        found = self.runs[-1].setdefault(number, {})
+        now = self.ledger.lines
+        for key, tally in self.ledger.since(self.before).items():
+            found[key] = found.get(key, Tally()) + tally
+        self.before = now
+
+    def middle(self, plan: Plan) -> Tallies:
+        """Those of as many microbatches as alternate between chunks, neither the first nor the last
+        ones, if there are others.
+        """
+        run, size = self.runs[len(self.runs) // 2], _alternating(plan)
+        first = _microbatches(plan) // size // 2 * size
+        found: Tallies = {}
+        for number in range(first, first + size):
+            found = _plus(found, run[number], 1)
+        return found
+
+    def of(self, whole: Plan, few: Plan, sent: Tallies) -> Tallies:
+        """What a step of `whole` sends, if one of `few` of its microbatches sends this."""
+        most, least = _microbatches(whole), _microbatches(few)
+        runs, more = (each.microbatches // _microbatches(each) for each in (few, whole))
+        found = _plus(sent, self.middle(few), (most - least) // _alternating(few) * more)
+        for tallies in self.runs[len(self.runs) // 2].values() if more > runs else ():
+            found = _plus(found, tallies, more - runs)
+        return found
+
+
+def _is_steady(plan: Plan) -> bool:
+    """Whether each microbatch in the middle of the schedule sends the same: no update is among
+    them, and no chunk gathers its units anew.
+    """
+    gathers = any(each.states.moves().reshards for each in plan.of_all_layers)
+    updated = updates(plan.pipeline, plan.mesh.size_of(PIPELINE))
+    return not updated and not (gathers and _alternating(plan) > 1)
+
+
+def _alternating(plan: Plan) -> int:
+    """After so many microbatches a rank changes to another chunk of its stages."""
+    if plan.pipeline is None:
+        return 1
+    size = allowed(plan.pipeline, plan.mesh.size_of(PIPELINE))[1]
+    return size.p if size.v > 1 and _microbatches(plan) % size.p == 0 else 1
+
+
+def _microbatches(plan: Plan) -> int:
+    """Those of a run of the schedule."""
+    return plan.microbatches // (plan.accumulate if plan.pipeline else 1)
+
+
+def _plus(some: Tallies, others: Tallies, times: int) -> Tallies:
+    found = dict(some)
+    for key, tally in others.items() if times else ():
+        more = Tally(*(times * n for n in vars(tally).values()))
+        found[key] = found.get(key, Tally()) + more
+    return found
 
 
 class DryRun:
@@ -104,8 +181,10 @@ class DryRun:
             return None
         return x if func._schema.is_mutable and not x.is_meta else NotImplemented
 
-    def peaks(self, batch: Any, *, parts: bool = True) -> StepPeaks:
-        """Those of a second step; the first one learns the order of units, and makes states."""
+    def step(self, batch: Any, whole: Plan, *, parts: bool = True) -> DryStep:
+        """The second step; the first one learns the order of units, and makes states. `whole` may
+        have more equal microbatches than the plan of this run.
+        """
         with self.running() as engine:
             first, before_update = StepBytes(engine, least=sys.maxsize), list[int]()
             rested, optimizer = first.now, engine.optimizer.torch
@@ -114,28 +193,41 @@ class DryRun:
                 engine.step(batch)
             engine.wait()
             note.remove()
+            engine.consistency.checked = CHECKED_STEPS  # the first ones send more
             step, kept = StepBytes(engine), KeptBytes(engine, batch)
             most = next(iter(before_update), first.most)
             states = step.now - memory.in_step(engine)["gradients"]  # a step begins without any
             step.least = int(NEAR * (most - rested + states)) if parts else sys.maxsize
-            self._watched(batch, step, kept)
+            shares = self._watched(batch, step, kept)
             if parts and not step.parts:
                 step = StepBytes(engine, step.most)
                 self._watched(batch, step, kept)
-        host = engine.recompute.host
-        fetched = 0 if host is None else host.most_fetched_bytes
-        return StepPeaks(step.most, step.parts, kept.most, kept.most_on_host, fetched)
+            host = engine.recompute.host
+            fetched = 0 if host is None else host.most_fetched_bytes
+            resting = dict[Tier, dict[str, int]]()
+            for tier in get_args(Tier):
+                resting[tier] = memory.measured(engine, tier)
+            sent, each = shares.of(whole, engine.plan, engine.last), shares.middle(engine.plan)
+        most = step.most, step.parts, kept.most, kept.most_on_host
+        return DryStep(sent, each, _alternating(engine.plan), resting, *most, fetched)
 
-    def _watched(self, batch: Any, step: StepBytes, kept: KeptBytes) -> None:
+    def _watched(self, batch: Any, step: StepBytes, kept: KeptBytes) -> MicrobatchTallies:
         engine = self.engine
         passes: Any = engine.passes
-        if engine.staging is not None:
-            passes.watch = lambda _: kept.look()
-        else:
+        shares = MicrobatchTallies(engine.ledger)
+
+        def watch(action: Step) -> None:
+            shares.see(action)
+            if engine.staging is not None:
+                kept.look()
+
+        passes.watch = watch
+        if engine.staging is None:
             self.seen = kept.look
         with saved_tensors_hooks(kept.saved.save, lambda x: x), step:
             engine.step(batch)
         engine.wait()
+        return shares
 
 
 @cache
@@ -156,7 +248,7 @@ def _with_buffers(model: nn.Module) -> nn.Module:
     return model
 
 
-def step_peaks(
+def dry_step(
     model: nn.Module,
     plan: Plan,
     batch: Any,
@@ -164,26 +256,29 @@ def step_peaks(
     rank: int,
     *,
     parts: bool = True,
-) -> StepPeaks:
-    """The memory of a step of `rank` on its share of a batch; of few of its equal microbatches.
-    Raises InputError like `parallelize`, and for a model on meta that does not run there.
+    whole: Plan | None = None,
+) -> DryStep:
+    """A step of `rank` on its share of a batch; of few of its equal microbatches. `whole`: the plan
+    of which `plan` has few. Raises InputError like `parallelize`, and for a model on meta that does
+    not run there.
     """
     few = _few(plan, batch, options, rank)
+    of = few.batch, whole or plan
     with kept_values(batch):
         try:
-            return DryRun(model, few.plan, options, rank).peaks(few.batch, parts=parts)
+            return DryRun(model, few.plan, options, rank).step(*of, parts=parts)
         except UNKNOWN as error:
             has_values = not any(p.is_meta for p in model.parameters())
             if not has_values and isinstance(error, InputError):
                 raise
             if not has_values:
                 raise valueless(model) from error
-        return DryRun(model, few.plan, options, rank, real=True).peaks(few.batch, parts=parts)
+        return DryRun(model, few.plan, options, rank, real=True).step(*of, parts=parts)
 
 
 def with_few_microbatches(plan: Plan, rank: int) -> Plan:
     """The plan with as few microbatches of a pipeline as keep as much on a rank as all of them."""
-    if plan.pipeline is None:
+    if plan.pipeline is None or updates(plan.pipeline, plan.mesh.size_of(PIPELINE)):
         return plan
     size = allowed(plan.pipeline, plan.mesh.size_of(PIPELINE))[1]
     few = 2 * size.p if size.v > 1 else size.p + 2  # several stages a rank take turns
@@ -208,10 +303,10 @@ def _few(plan: Plan, batch: Any, options: EngineOptions, rank: int) -> _Few:
         return _Few(plan, batch)
     runs = _least(plan.accumulate, MICROBATCHES)
     fewer = replace(plan, accumulate=runs)
-    if plan.pipeline is not None:
+    if plan.pipeline is not None and _is_steady(plan):
         stages, place = plan.mesh.size_of(PIPELINE), plan.mesh.coordinate(rank).get(PIPELINE, 0)
         every = allowed(plan.pipeline, stages)[1].m
-        few = _least(every, 2 * stages)
+        few = _least(every, 2 * stages * (1 + (_alternating(plan) > 1)))
         changed = replace(fewer, schedule=plan.pipeline.replace(f":{every}", f":{few}", 1))
         if moments(changed, place) == moments(fewer, place):
             fewer = changed

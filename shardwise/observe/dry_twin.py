@@ -8,17 +8,16 @@ many steps were taken, how many of them were not skipped, and whether an update 
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from threading import RLock
 from typing import Any, Final, TypeVar
 
 from torch import nn
 
-from shardwise.comm.ledger import Key, sent_bytes
 from shardwise.comm.unchanged import kept_values
 from shardwise.core.layouts.uneven import Counts
 from shardwise.core.plan.plan import Plan
+from shardwise.core.tally import Key, sent_bytes
 from shardwise.core.zero import Event
 from shardwise.engine import memory
 from shardwise.engine.engine import Engine
@@ -54,6 +53,7 @@ class DryTwin:
         """
 
         def act(engine: Engine) -> dict[Key, int]:
+            """Take the step from where `beside` is."""
             if beside is not None:
                 now = beside if isinstance(beside, Progress) else Progress.of(beside)
                 now.give_to(engine)
@@ -80,6 +80,7 @@ class DryTwin:
         """The bytes of an evaluation; of the one that `beside` makes next."""
 
         def act(engine: Engine) -> dict[Key, int]:
+            """Evaluate from where `beside` is."""
             if beside is not None:
                 Progress.of(beside).give_to(engine)
             before = engine.ledger.lines
@@ -98,12 +99,21 @@ class DryTwin:
     def within(self, batch: Any, act: Callable[[Engine], T]) -> T:
         """The result of `act(engine)`; of an engine that computes values if meta does not do."""
         with ALONE, kept_values(batch):
-            if self.run is None:
-                with suppress(*(() if self.on_meta else UNKNOWN)):
-                    self.run = self._make()
-                    with self.run.running() as engine:
-                        return act(engine)
-                self.run = self._make(real=True)
-                self.note = "the model's forward reads values: the dry run has those of the batch"
+            if self.run is None and (found := self._first(act)) is not None:
+                return found
+            assert self.run is not None
             with self.run.running() as engine:
                 return act(engine)
+
+    def _first(self, act: Callable[[Engine], T]) -> T | None:
+        """The result of the first call; None, with a run that computes values, if meta fails."""
+        try:
+            self.run = self._make()
+            with self.run.running() as engine:
+                return act(engine)
+        except UNKNOWN:
+            if self.on_meta:
+                raise
+        self.run = self._make(real=True)
+        self.note = "the model's forward reads values: the dry run has those of the batch"
+        return None

@@ -10,7 +10,7 @@ with the real batch instead, and the `note` of the record says so.
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Final, Protocol
@@ -25,19 +25,14 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.parameter import attributes, meta_parameters
 from shardwise.comm.unchanged import kept_values
-from shardwise.comm.world import Axis
 from shardwise.core.errors import InputError
-from shardwise.core.layouts.uneven import Cut
-from shardwise.core.model_spec import Call, CutLoss, ModelPass, Value
+from shardwise.core.model_spec import Call, ModelPass, Value
 from shardwise.core.tools.tree import leaves
 from shardwise.observe import work
 from shardwise.observe.meta_results import MetaResults
 from shardwise.observe.recorded_tape import TapeRecorder, attention_flops
 from shardwise.observe.work import FusedAttention, Kernels, WorkRecorder, in_backward
 from shardwise.techniques.data.outputs import tensors_in
-from shardwise.techniques.expert.apply import recorded
-from shardwise.techniques.expert.expert_moves import LayerMove
-from shardwise.techniques.tensor.sharded_logits import sharded_logits
 
 #: Changes a model during a pass; the argument records what the change sends.
 Around = Callable[[nn.Module, Callable[[Any], None]], AbstractContextManager[None]]
@@ -50,24 +45,21 @@ def run(
     real: Callable[[], nn.Module],
     call: Callable[[nn.Module, Any], Tensor],
     batch: Any,
-    heads: Mapping[str, tuple[Axis, Cut]] | None = None,
     around: Around | None = None,
     *,
     kernels: Kernels = "cpu",
 ) -> ModelPass:
     """The record of `call(twin, batch)`, a loss, and of its backward pass; `twin` is on meta.
-    If it cannot run there, the record of `call(real(), batch)`, with a copy that has values.  The
-    logits of the modules in `heads` stay sharded over an axis; the record shows whether the program
-    gathers them.  `around` hooks layers with a mesh of their own.
+    If it cannot run there, the record of `call(real(), batch)`, with a copy that has values.
+    `around` computes a rank's positions.
     """
-    heads = heads or {}
     try:
-        return _recorded(twin, call, batch, heads, around, kernels)
+        return _recorded(twin, call, batch, around, kernels)
     except UNKNOWN as error:
         if any(x.is_meta for x in leaves(batch, Tensor, objects=True)):
             raise
         try:
-            found = _recorded(real(), call, batch, heads, around, kernels)
+            found = _recorded(real(), call, batch, around, kernels)
         except InputError as again:
             raise (error if isinstance(error, InputError) else again) from None
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -104,7 +96,7 @@ def with_tape(
 ) -> ModelPass:
     """`run` with tape and rows of a sharded model on meta; unchanged if that does not run."""
     with suppress(*UNKNOWN):
-        own = _recorded(laid_out, call, batch, {}, around, kernels)
+        own = _recorded(laid_out, call, batch, around, kernels)
         return run._replace(tape=own.tape, rows=own.rows)
     return run
 
@@ -113,7 +105,6 @@ def _recorded(
     model: nn.Module,
     call: Callable[[nn.Module, Any], Tensor],
     batch: Any,
-    heads: Mapping[str, tuple[Axis, Cut]],
     around: Around | None,
     kernels: Kernels,
 ) -> ModelPass:
@@ -124,8 +115,7 @@ def _recorded(
         if "torch._dynamo" in sys.modules:  # otherwise no module is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(record.watching(model, heads))
-        stack.enter_context(recorded(model, record.move))
+        stack.enter_context(record.watching(model))
         stack.enter_context(saved_tensors_hooks(record.save, lambda x: x))
         stack.enter_context(as_on(torch.device("cpu"), record, kernels=kernels))
         stack.enter_context(around(model, record.rows.append) if around else nullcontext())
@@ -151,17 +141,12 @@ class _Record:
         self.tensors: list[Tensor] = []
         self.numbers: dict[tuple[int, int], int] = {}
         self.returned: set[int] = set()  # values that a gradient reached
-        self.losses: list[CutLoss] = []
-        self.joins: list[Value] = []
-        self.moves: list[LayerMove] = []
         self.rows: list[Any] = []
-        self.saves: set[int] = set()  # the number of calls so far, at each save of autograd
         self.reads: dict[tuple[int, int], None] = {}  # the same, at each use of a tensor
         self.given: set[int] = set()  # what a module returned: its unit stays, or it is a copy
-        self.rank = 0  # on the axis over which logits are sharded
 
     @contextmanager
-    def watching(self, model: nn.Module, heads: Mapping[str, tuple[Axis, Cut]]) -> Iterator[None]:
+    def watching(self, model: nn.Module) -> Iterator[None]:
         """Set hooks on every module of the model during a pass."""
         handles: list[Any] = []
         for name, module in model.named_modules():
@@ -169,8 +154,6 @@ class _Record:
             handles.append(module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True))
             handles.append(module.register_forward_pre_hook(self._receive, with_kwargs=True))
             handles.append(module.register_forward_hook(end))
-            if name in heads:
-                handles.append(module.register_forward_hook(partial(self._cut, *heads[name])))
         try:
             yield
         finally:
@@ -183,20 +166,15 @@ class _Record:
             Value(tuple(x.shape), str(x.dtype).removeprefix("torch."), n in self.returned)
             for n, x in enumerate(self.tensors)
         )
-        more = tuple(self.losses), tuple(self.joins), tuple(sorted(self.saves)), tuple(self.moves)
         tape = self.tape.done()._replace(operations=tuple(self.work.operations))
-        found = ModelPass(tuple(self.calls), values, tape, *more, tuple(self.rows))
+        found = ModelPass(tuple(self.calls), values, tape, tuple(self.rows))
         self.tensors.clear()  # their hooks refer to this record
         return found
 
     def save(self, x: Tensor) -> Tensor:
         if not in_backward():
             self.tape.save(x, self.inside[-1])
-            self.saves.add(len(self.calls))
         return x
-
-    def move(self, found: LayerMove) -> None:
-        self.moves.append(found._replace(calls=len(self.calls)))
 
     def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """An operation below autograd."""
@@ -256,30 +234,6 @@ class _Record:
         if not in_backward():
             self.tape.give(name, tensors_in(out))
         self.calls.append(Call(name, False, self._values(out, name), in_backward()))
-
-    # --- sharded logits (techniques/tensor/sharded_logits.py) -------------------------------------
-
-    def _cut(self, axis: Axis, cut: Cut, _: nn.Module, __: Any, y: Tensor) -> Tensor:
-        self.rank = axis.rank
-        return sharded_logits(y[..., : cut.size(axis.rank)], axis, cut, self)
-
-    def join(self, x: Tensor, cut: Cut) -> Tensor:
-        self._joined(x, cut, trained=False)
-        return functional.pad(x, (0, cut.whole - x.shape[-1]))
-
-    def take(self, x: Tensor, cut: Cut) -> Tensor:
-        """Gathered logits that were changed are sharded again; their gradient is gathered."""
-        part = x[..., : cut.size(self.rank)]
-        if part.requires_grad:
-            part.register_hook(lambda _: self._joined(x, cut, trained=True))
-        return part
-
-    def _joined(self, x: Tensor, cut: Cut, *, trained: bool) -> None:
-        shape = (*x.shape[:-1], cut.ranks * max(map(cut.size, range(cut.ranks))))
-        self.joins.append(Value(shape, str(x.dtype).removeprefix("torch."), trained))
-
-    def record_loss(self, positions: int, smoothing: bool, element_bytes: int) -> None:
-        self.losses.append(CutLoss(positions, smoothing, element_bytes))
 
     def _values(self, inputs: Any, module: str) -> tuple[int, ...]:
         return tuple(self._number(x, module) for x in tensors_in(inputs))

@@ -2,11 +2,9 @@
 
 axis tp    its parts of the parameters that a style shards
 axis ep    its experts, on the data ranks that hold the same ones
-axis pp    the parameters and buffers of the rank's stages; tied ones are on several ranks
-axis dp    a share of each unit, and how often the unit is gathered (unit_acts.py)
+axis pp    the parameters of the rank's stages; tied ones are on several ranks
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -16,33 +14,16 @@ from shardwise.core.model_spec import ModelShape, ModelSpec, ParamShape
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.schedule.lower import most_alive
-from shardwise.prediction.stored_bytes import groups, layout_of
-from shardwise.prediction.unit_acts import StageActs, by_phase, gathers
+from shardwise.prediction.flat_groups import layout_of
 from shardwise.techniques.recompute.price import Within, added_flops
 
 
 def shape_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelShape:
-    """The units as `rank` holds them, and how often a step gathers each."""
-    spec = parts_on(spec, plan, rank)
-    schedule, stages, units = schedule_of(plan), spec.stages, spec.shape.units
-    buffers = spec.shape.buffers
-    if not any(group.moves.reshards for group in groups(plan, spec.shape)):
-        times = [(0, 0)] * len(units)
-    elif schedule is not None and stages is not None:
-        acts = StageActs(plan, spec, rank)
-        deque(acts.run(), 0)
-        times = by_phase(acts.acts)
-    else:
-        times = gathers(plan, spec)
-    if schedule is not None and stages is not None:
-        place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
-        mine = set(schedule.stages(place))
-        every = [(buffer, stages.of(buffer.name)) for buffer in spec.shape.buffers]
-        buffers = tuple(buffer for buffer, at in every if not at or mine & {*at})
-    here = plan.coordinate(rank)
+    """The units as `rank` holds them."""
+    here, units = plan.coordinate(rank), parts_on(spec, plan, rank).shape.units
     units = [
-        replace(unit, params=params, uses=uses, again=again)
-        for unit, (uses, again) in zip(units, times, strict=True)
+        replace(unit, params=params)
+        for unit in units
         if (params := tuple(p for p in unit.params if layout_of(plan, p).held(here)))
     ]
     found = {p.name: layout_of(plan, p) for unit in units for p in unit.params}
@@ -55,7 +36,7 @@ def shape_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelShape:
         replace(unit, params=tuple(replace(p, layout=found[p.name]) for p in unit.params))
         for unit in units
     )
-    return ModelShape(tuple(units), buffers)
+    return ModelShape(tuple(units))
 
 
 def parts_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelSpec:

@@ -8,7 +8,7 @@ The machine that hooks ask in a run decides them here too (core/unit_order.py). 
 that is gathered sends nothing. (FSDP, arXiv 2304.11277, section 3.)
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -19,7 +19,7 @@ from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.reduce_order import Act, UnitState
 from shardwise.core.schedule.schedule import COMPUTE_OPS, Action
 from shardwise.core.unit_order import CallPlace, UnitOrder
-from shardwise.prediction.stored_bytes import Group, groups
+from shardwise.prediction.flat_groups import Group, groups
 
 GATHERS: Final = ("gather", "wait", "use")
 FREES: Final = ("free", "free_early", "close")
@@ -39,7 +39,6 @@ class UnitActs:
 
     gathered   the units that are gathered
     opened     those that stay so until the pass ends: read outside of the calls that gather them
-    gathers    the number of gathers, by unit and phase ("forward", "backward")
     acted      called with each act
     used       called with each unit that computes, once in each pass
     """
@@ -47,7 +46,6 @@ class UnitActs:
     def __init__(self, order: UnitOrder) -> None:
         self.order, self.units, self.phase = order, order.units, "forward"
         self.gathered, self.opened = set[int](), set[int]()
-        self.gathers = Counter[tuple[int, str]]()
         self.acted: Callable[[Act], None] = lambda _: None
         self.used: Callable[[int], None] = lambda _: None
         self.again = set[int]()  # units that a reentrant checkpoint computes again in backward
@@ -58,7 +56,6 @@ class UnitActs:
             kind, unit = act
             if kind in GATHERS and self.units[unit].reshards and unit not in self.gathered:
                 self.gathered.add(unit)
-                self.gathers[unit, self.phase] += 1
             elif kind in FREES:
                 self.opened -= {unit} if kind == "close" else set()
                 self.gathered -= {unit} - self.opened
@@ -168,10 +165,7 @@ class StageActs:
         at = [{stage for p in u.params for stage in stages.params[p.name]} for u in units]
         of_stage = {stage: [n for n, own in enumerate(at) if stage in own] for stage in self.own}
         self.calls = {stage: tuple(_calls(spec.run.calls, stages, stage)) for stage in self.own}
-        self.graded = {
-            stage: stage > 0 and any(x.trained for x in stages.bundles[0][stage - 1])
-            for stage in self.own
-        }
+        self.graded = {stage: stage > 0 and stages.graded[stage - 1] for stage in self.own}
         states = states_of(by_unit(plan, spec.shape), spec.modules, around)
         self.of_stage = of_stage
         further, offload = sums_of(plan, own, rank)
@@ -259,19 +253,7 @@ def sums_of(plan: Plan, every: Iterable[Sequence[Group]], rank: int) -> tuple[bo
     return any(further), any(group.moves.offload for group in own)
 
 
-def gathers(plan: Plan, spec: ModelSpec) -> list[tuple[int, int]]:
-    """The gathers of each unit in forward and in backward of a microbatch."""
-    acts = UnitActs(UnitOrder(states_of(by_unit(plan, spec.shape), spec.modules), 0))
-    acts.microbatch(spec)
-    return by_phase(acts)
-
-
 def reads_of(spec: ModelSpec) -> list[tuple[int, int]]:
     """The units of the parameters that operations read, with the number of calls before."""
     numbers = {p.name: n for n, unit in enumerate(spec.shape.units) for p in unit.params}
     return [(calls, numbers[name]) for calls, name in spec.run.reads if name in numbers]
-
-
-def by_phase(acts: UnitActs) -> list[tuple[int, int]]:
-    units = range(len(acts.units))
-    return [(acts.gathers[n, "forward"], acts.gathers[n, "backward"]) for n in units]

@@ -15,13 +15,13 @@ from typing import TypeVar
 import torch
 from rich.console import Console
 
-from shardwise.comm.ledger import by_kind
 from shardwise.comm.move import all_reduce
 from shardwise.comm.objects import all_gather_object
 from shardwise.comm.start.worker import StopSignal
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, one_line
 from shardwise.core.mesh import EXPERTS
+from shardwise.core.tally import by_kind
 from shardwise.engine.engine import Engine
 from shardwise.engine.step_end import Progress
 from shardwise.models.decoder import parameters

@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardwise.comm.ledger import Key
 from shardwise.core.errors import NonFiniteError
+from shardwise.core.tally import Key
 from shardwise.engine import memory
 from shardwise.engine.batch import copied as own_tensors
 from shardwise.engine.checks import hint

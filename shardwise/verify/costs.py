@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardwise.comm.ledger import TIER, Key, by_kind, sent_bytes
 from shardwise.core.mesh import EXPERTS
+from shardwise.core.tally import TIER, Key, by_kind, sent_bytes
 from shardwise.engine.engine import Engine
 from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.verify.oracles import textbook

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from shardwise.comm.ledger import Key, Ledger, Tally
+from shardwise.comm.ledger import Ledger
 from shardwise.comm.tiers import disk as module
 from shardwise.comm.tiers import host_memory
 from shardwise.comm.tiers.arena import Arena
@@ -23,6 +23,7 @@ from shardwise.core.buffer_sizes import ALIGNMENT, arena_bytes, gradient_slots
 from shardwise.core.chunks import ALIGN_BYTES, CHUNK_NUMEL, aligned
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
+from shardwise.core.tally import Key, Tally
 from tests.pool import CPU
 
 BUFFER_BYTES = CHUNK_NUMEL * 4

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import move as c
-from shardwise.comm.ledger import Key, Tally
 from shardwise.comm.move import (
     all_gather_along,
     begin_reduce_scatter,
@@ -23,6 +22,7 @@ from shardwise.comm.world import Axis, World, alone, traced
 from shardwise.core.errors import InputError
 from shardwise.core.layouts.layout import I, P, Placement, R, S, price
 from shardwise.core.mesh import Mesh
+from shardwise.core.tally import Key, Tally
 from tests.pool import run_gloo, run_threads
 
 PLACEMENTS = [R, I, P, S(0), S(1)]

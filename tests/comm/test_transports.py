@@ -15,13 +15,14 @@ from benchmarks.meters import CommunicationBytes
 from shardwise.comm import move as c
 from shardwise.comm.gloo.gloo import Gloo
 from shardwise.comm.gloo.pool import Pool
-from shardwise.comm.ledger import Key, Ledger, Tally
+from shardwise.comm.ledger import Ledger
 from shardwise.comm.move import begin_receive, begin_send, begin_sum, move, start
 from shardwise.comm.nccl import Nccl
 from shardwise.comm.transport import Transport
 from shardwise.comm.world import Axis, World, counted_axis
 from shardwise.core.errors import InputError
 from shardwise.core.layouts.layout import I, P, R, S
+from shardwise.core.tally import Key, Tally
 from shardwise.engine.optimizer.optimizer_spec import SGD
 from shardwise.engine.parallelize import parallelize
 from tests.comm.test_mailboxes import gloo_of

@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from shardwise.core.errors import InputError, Problem, bad, refusal
 from shardwise.core.layouts.layout import P, R, S
 from shardwise.core.layouts.uneven import balanced
-from shardwise.core.model_spec import ModelShape, ParamShape, UnitShape
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.arguments import beside
 from shardwise.core.tools.tree import leaves, mapped
 from shardwise.core.zero import ALIASES, ROWS, Moment, Row, bytes_per_parameter, step_moves
-from shardwise.prediction.stored_bytes import ADAM, held_bytes
 from shardwise.techniques.pipeline.stage_io import crossing, maker
 
 #: arXiv 1910.02054, table 1: GB a device for 7.5 B, 128 B and 1 T parameters by number of ranks,
@@ -37,18 +35,12 @@ STAGES = ("zero1", "zero2", "zero3")
 
 @pytest.mark.parametrize("n", TABLE_1)
 def test_zero_table_1(n: int):
-    """Bytes a device are the paper's, to its last digit (it rounds some and truncates some). So are
-    the bytes that are predicted of a model of that size.
-    """
+    """Bytes a device are the paper's, to its last digit (it rounds some and truncates some)."""
     for numel, row in zip(PARAMETERS, TABLE_1[n], strict=True):
-        model = ModelShape((UnitShape("all", (ParamShape("w", (int(numel),), "bfloat16"),)),))
         for stage, printed in zip(STAGES, row, strict=True):
             digits = str(float(printed)).removesuffix(".0").partition(".")[2]
             ours = numel * bytes_per_parameter(ROWS[stage], n) / 1e9
             assert abs(ours - printed) < 10.0 ** -len(digits), stage
-            held = held_bytes(Plan.parse(f"dp{n} {stage} bf16"), model, ADAM)
-            states = sum(held[state] for state in ("parameters", "gradients", "optimizer"))
-            assert states / 1e9 == pytest.approx(ours, rel=1e-5), stage
 
 
 @pytest.mark.parametrize(

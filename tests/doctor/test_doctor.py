@@ -11,7 +11,6 @@ import torch
 
 from shardwise.cli.doctor import examine
 from shardwise.comm import move
-from shardwise.comm.ledger import Key
 from shardwise.comm.link_times import PAIR_ELEMENTS, SlowLink, pairs, slow_ranks
 from shardwise.comm.tiers import disk_bandwidth
 from shardwise.comm.world import Axis, World, alone
@@ -19,12 +18,12 @@ from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
 from shardwise.core.model_spec import Operation
 from shardwise.core.plan.plan import Plan
+from shardwise.core.tally import Key, Tally
 from shardwise.doctor import collectives, device_speed
 from shardwise.doctor.collectives import COLLECTIVES, Timing, fit
 from shardwise.doctor.device_speed import DeviceSpeed
 from shardwise.doctor.diagnosis import Diagnosis, RankDiagnosis, look, measured_cluster
 from shardwise.prediction.time.step_time import Network, operation_s
-from shardwise.prediction.traffic import Counted
 from tests.pool import run_gloo, run_threads
 from tests.train.runs import ended, printed
 
@@ -153,9 +152,7 @@ def test_a_measured_cluster_gives_its_measurements_back(four: Diagnosis):
     found = measured_cluster(with_speed(four))
     network = Network(found, Plan.parse("dp2 tp2"), 0)
     for line in four.fits[: len(COLLECTIVES)]:
-        message = Counted()
-        message[Key(line.axis, line.collective, "")] = 10**6
-        message.messages.update(dict.fromkeys(message, 1))
+        message = {Key(line.axis, line.collective, ""): Tally(calls=1, sent_bytes=10**6)}
         assert network.seconds(message)["dp"] == pytest.approx(
             line.seconds(10**6), rel=1e-3, abs=1e-6
         )

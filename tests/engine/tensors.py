@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from shardwise.comm.ledger import Key, Tally, sent_bytes
 from shardwise.comm.world import World
+from shardwise.core.tally import Key, Tally, sent_bytes
 from shardwise.engine.engine import Engine
 from shardwise.engine.memory import resting
 from shardwise.engine.state.box import Box

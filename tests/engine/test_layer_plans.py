@@ -83,7 +83,7 @@ def own_rows(world: World) -> tuple[bool, ...]:
     exchange = exchange_of(world, plan)
     exchange.counts = (2, 2)
     whole = torch.arange(8.0).view(4, 2)
-    x = Redistributed.of(whole, exchange, 2, "head")
+    x = Redistributed.of(whole, exchange, 2)
     mine = whole[2 * world.rank :][:2]
     shape, value = x.shape == (2, 2), torch.equal(x + 0, mine)
     x.add_(1)

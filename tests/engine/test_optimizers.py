@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import shardwise as sw
-from shardwise.comm.ledger import Key
 from shardwise.comm.world import World, alone, traced
 from shardwise.core.errors import InputError, RankError
+from shardwise.core.tally import Key
 from shardwise.engine.optimizer.elementwise import ELEMENTWISE
 from shardwise.engine.optimizer.lion import Lion
 from shardwise.models import gpt

@@ -205,7 +205,7 @@ def test_the_peak_is_two_blocks_and_the_root(shape: str):
     plan, world = "pp2 dp2 zero3 1f1b:4 fp32", traced(0, 4)
     engine = sw.parallelize(deep_gpt(shape, 8), plan, world, tokens=gpt.tokens, **options)
     theory = Predictor(deep_gpt(shape, 8), plan, EngineOptions(**options))
-    predicted = theory.of(mine(engine, text(0, rows=8))).peaks.parts["gathered"]
+    predicted = theory.of(mine(engine, text(0, rows=8))).dry_step.parts["gathered"]
     whole = {
         unit: sum(group.plan.padded * group.dtype.itemsize for group in unit.groups)
         for unit in engine.data.units.order

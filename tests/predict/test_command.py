@@ -45,7 +45,7 @@ def test_the_word_that_is_proposed_makes_the_part_smaller(text: str):
     """Each part of the peak, by the prediction of the plan with the word, for the same rows."""
     rows = 8 * Plan.parse(text).microbatches  # activations are the most, as in real steps
     before = prediction(text, rows)
-    parts = before.peaks.parts
+    parts = before.dry_step.parts
     assert sum(parts.values()) == before.device_peak
     for part, stored_bytes in parts.items():
         plan = relieved(before.plan, part)
@@ -54,13 +54,13 @@ def test_the_word_that_is_proposed_makes_the_part_smaller(text: str):
         if plan is None or not stored_bytes:
             continue
         assert not problems(plan) and added_words(before.plan, plan)
-        after = prediction(str(plan), rows).peaks.parts
+        after = prediction(str(plan), rows).dry_step.parts
         assert after[part] < stored_bytes, (part, str(plan))
 
 
 def test_all_ranks_have_what_each_has(capsys: pytest.CaptureFixture[str]):
     """Stages of a pipeline store different amounts; the sum over ranks counts each."""
-    each = [prediction("pp2 1f1b:4", None, rank).peaks.parts for rank in range(2)]
+    each = [prediction("pp2 1f1b:4", None, rank).dry_step.parts for rank in range(2)]
     assert each[0] != each[1]
     total = {name: each[0][name] + each[1][name] for name in each[0]}
     assert found(capsys, "pp2 1f1b:4", "--rank", "1")["in_all"] == total

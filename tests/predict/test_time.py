@@ -12,16 +12,15 @@ from torch.utils.flop_counter import FlopCounterMode
 import shardwise as sw
 from shardwise.cli.configured import configured
 from shardwise.cli.predict_command import predict_request
-from shardwise.comm.ledger import Key
 from shardwise.core.errors import InputError
 from shardwise.core.model_spec import Operation
 from shardwise.core.plan.plan import Plan
+from shardwise.core.tally import Key, Tally
 from shardwise.models.gpt import GPT, GPTConfig, loss
 from shardwise.prediction.cluster import PRESETS, Cluster, Derating, cluster_of
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.time.step_time import AxisHosts, Network, RankWork, StepTime, operation_s
 from shardwise.prediction.time.streams import Streams
-from shardwise.prediction.traffic import Counted
 from shardwise.verify.oracles.oracles import is_asynchronous
 from tests import plans
 
@@ -133,10 +132,8 @@ def test_ranks_fill_hosts_in_the_order_of_the_mesh(plan: str, axis: str, expecte
     assert Network(IDEAL, Plan.parse(plan), 0).hosts(axis) == expected
 
 
-def sent(axis: str, kind: str, sent_bytes: int) -> Counted:
-    found, line = Counted(), Key(axis, kind, "")
-    found[line], found.messages[line] = sent_bytes, 1
-    return found
+def sent(axis: str, kind: str, sent_bytes: int) -> dict[Key, Tally]:
+    return {Key(axis, kind, ""): Tally(calls=1, sent_bytes=sent_bytes)}
 
 
 #: Plan, collective, messages inside a host and between hosts, and seconds of its bytes.

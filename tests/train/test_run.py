@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from shardwise.checkpoint.folder import all_in
-from shardwise.comm.ledger import Key
 from shardwise.comm.start.worker import NOTHING, SIGNALS, StopSignal
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RankError, RunError
+from shardwise.core.tally import Key
 from shardwise.train import config, loop, run_folder
 from shardwise.train.metrics import Record, read
 from shardwise.train.prepare import RunStart, hold_folder, prepare

@@ -26,10 +26,10 @@ from shardwise.core.model_spec import SMALL_BYTES
 from shardwise.core.plan.plan import Plan
 from shardwise.core.zero import GATHERED, KEPT, PREDICTED, TEMPORARY, Event
 from shardwise.engine.engine import Engine
-from shardwise.observe.dry_engine import step_peaks
+from shardwise.observe.dry_engine import dry_step
 from shardwise.observe.dry_twin import ALONE
 from shardwise.observe.measured_timeline import dry_events, measuring
-from shardwise.prediction.prediction import StepPeaks
+from shardwise.prediction.prediction import DryStep
 from shardwise.verify import parity
 from shardwise.verify.oracles.batches import ragged
 from shardwise.verify.oracles.oracles import is_asynchronous
@@ -134,7 +134,7 @@ def masks(world: World, model: str, plan: Plan) -> bool:
 UPDATE = ("update", "end")
 #: The peaks and the events of a dry run by model, plan and rank. A dry run has each fault of
 #: its engine, so those beside a mutation were made before it.
-FORETOLD: dict[tuple[str, str, int], tuple[StepPeaks, Sequence[Event]]] = {}
+FORETOLD: dict[tuple[str, str, int], tuple[DryStep, Sequence[Event]]] = {}
 
 
 def moments(world: World, model: str, plan: Plan) -> bool:
@@ -156,7 +156,7 @@ def moments(world: World, model: str, plan: Plan) -> bool:
     if place not in FORETOLD:
         of = trainable.plain(), plan, batch, replace(options, clip=clip), world.rank
         with ALONE:
-            FORETOLD[place] = step_peaks(*of), dry_events(*of)
+            FORETOLD[place] = dry_step(*of), dry_events(*of)
     found, events = FORETOLD[place]
     host = engine.recompute.host
     good = len(seen.events) == len(events) and all(map(as_foreseen, seen.events, events))

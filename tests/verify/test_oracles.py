@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks import meters as interface
-from shardwise.comm.ledger import TIER, rank_bytes
+from shardwise.comm.ledger import rank_bytes
 from shardwise.comm.start.launch import spawn
 from shardwise.comm.world import World, init
 from shardwise.core.plan.plan import Plan
+from shardwise.core.tally import TIER
 from shardwise.engine.checks.consistency import CHECKED_STEPS
 from shardwise.models import gpt, moe
 from shardwise.models.registry import find

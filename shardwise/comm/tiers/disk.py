@@ -33,10 +33,11 @@ from typing import Any, Final, Literal, cast
 import torch
 from torch import Tensor
 
-from shardwise.comm.ledger import TIER, Ledger
+from shardwise.comm.ledger import Ledger
 from shardwise.core.chunks import ALIGN_BYTES, CHUNK_NUMEL, aligned
 from shardwise.core.errors import RunError, bad
 from shardwise.core.layouts.layout import between
+from shardwise.core.tally import TIER
 
 #: Requests under way at once: one thread would wait for the disk request by request.
 THREADS: Final = 4

@@ -13,9 +13,10 @@ from concurrent.futures import Future
 
 from torch import Tensor
 
-from shardwise.comm.ledger import TIER, Ledger
+from shardwise.comm.ledger import Ledger
 from shardwise.comm.tiers.disk import Buffer, Extent
 from shardwise.core.layouts.layout import between
+from shardwise.core.tally import TIER
 
 #: Copies a part on the host to a part on the device.
 Copy = Callable[[Tensor, Tensor], object]

@@ -25,11 +25,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardwise.comm.ledger import TIER, Ledger
+from shardwise.comm.ledger import Ledger
 from shardwise.comm.tiers.disk import Extent
 from shardwise.comm.tiers.disk_fetch import Fetch
 from shardwise.comm.transport import Pending
 from shardwise.core.layouts.layout import between
+from shardwise.core.tally import TIER
 from shardwise.core.zero import Tier
 
 _SWEEP_AT = 64  # table entries, above which entries of freed memory are removed

@@ -15,7 +15,6 @@ A missing axis has the placement I and one rank.  An expert's weight has S(0) on
 the remaining data axis; a unit with a row of its own has layouts with that row.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -136,10 +135,3 @@ class Layout:
         for _, on in self.axes:
             shape = on.cut.full_shape(shape) if on.cut else shape
         return shape
-
-    def shared_numel(self, axis: str, here: Mapping[str, int], local: Sequence[int]) -> int:
-        """The number of elements of a rank's part, of shape `local`, that other ranks hold too."""
-        shared = self.on(axis).shared(here.get(axis, 0))
-        if shared is None:
-            return 0
-        return math.prod(local) // local[shared.dim] * sum(length for _, length in shared.spans)

@@ -24,6 +24,7 @@ from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.words import size_text
 from shardwise.core.schedule.library import allowed, entry
 from shardwise.derive.search.result import Candidate, RankedPlan, RefusedPlan
+from shardwise.engine.model_structure import state_tensors
 from shardwise.prediction.cluster import Cluster
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.time.step_time import Network, RankWork, StepTime, precision
@@ -311,7 +312,8 @@ class PlanCosts:
         number, rest = (blocks.number, blocks.number - DEPTHS[0]) if blocks else (0, 0)
         block = [b - a for a, b in zip(few, more, strict=True)]
         whole = RowCosts(*(a + rest * n for a, n in zip(few, block, strict=True)))
-        costs = ModelCosts(whole, RowCosts(*(number * n for n in block)), found[0].optimizer.states)
+        states = state_tensors(self.model.options.spec)
+        costs = ModelCosts(whole, RowCosts(*(number * n for n in block)), states)
         if ranks == 1:
             return costs
         axes = tuple((axis, size) for axis, size in plan.axes if axis != TENSOR)

@@ -202,7 +202,7 @@ class SearchResult:
         It does not fit: by how much, and what would relieve it.  It is slower: where its time goes,
         beside that of the best.
         """
-        parts, room = found.peaks.parts, self.cluster.device.memory_bytes
+        parts, room = found.dry_step.parts, self.cluster.device.memory_bytes
         over = sum(parts.values()) - room
         if over > 0:
             part = largest(parts)

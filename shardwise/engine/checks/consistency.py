@@ -32,12 +32,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.ledger import Key, Tally
 from shardwise.comm.move import all_gather
 from shardwise.comm.objects import all_gather_object
 from shardwise.comm.tiers.host_memory import doubles_on
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import bad
+from shardwise.core.tally import Key, Tally
 from shardwise.core.tools.arguments import rank_names
 from shardwise.core.tools.tree import leaves
 from shardwise.engine.optimizer.norm import squared_norm

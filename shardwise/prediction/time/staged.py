@@ -11,20 +11,17 @@ All ranks meet after the last sum, so the step is as long as that of the slowest
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.schedule.clock import ActionCosts, Timeline, clock
 from shardwise.core.schedule.schedule import Action
+from shardwise.core.tally import Key, Tally
 from shardwise.prediction.rank_shape import parts_on, stage_of
 from shardwise.prediction.time.step_time import RankWork, seconds_by
 from shardwise.prediction.time.streams import Streams, TimedActs
-from shardwise.prediction.traffic import Tariff
 from shardwise.prediction.unit_acts import StageActs
-
-if TYPE_CHECKING:
-    pass
 
 #: The part of a backward pass that an action does.
 SHARES: Final = {"F": 1.0, "B": 1.0, "I": 0.5, "W": 0.5}
@@ -125,12 +122,11 @@ def _halved(compute: Mapping[str, float]) -> dict[str, float]:
 
 
 def hop_s(work: RankWork) -> float:
-    """The seconds of the largest message between two stages."""
-    stages, tariff = work.found.spec.stages, Tariff(work.found.plan, work.found.rank)
-    assert stages is not None
-    sizes = [sum(x.numel * x.element_bytes for x in bundle) for bundle in stages.bundles[0]]
-    tariff.send(1, max(sizes, default=0), "")
-    return work.network.seconds(tariff.sent_bytes).get(PIPELINE, 0.0)
+    """The seconds of the largest message of this rank to another stage, by their mean sizes."""
+    sent = work.found.dry_step.middle
+    sizes = [t.sent_bytes / t.calls for k, t in sent.items() if k[:2] == (PIPELINE, "send")]
+    one = Tally(calls=1, sent_bytes=round(max(sizes, default=0)))
+    return work.network.seconds({Key(PIPELINE, "send", ""): one}).get(PIPELINE, 0.0)
 
 
 def _late(work: RankWork, timeline: Timeline) -> dict[str, float]:

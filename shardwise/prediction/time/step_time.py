@@ -32,28 +32,32 @@ others         max(bytes / memory bandwidth, launch)
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
-from shardwise.core.mesh import PIPELINE
-from shardwise.core.model_spec import ModelSpec, Operation
+from shardwise.core.layouts.layout import Move, P, R, price
+from shardwise.core.mesh import CONTEXT, EXPERTS, PIPELINE, TENSOR
+from shardwise.core.model_spec import Operation
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import schedule_of
+from shardwise.core.tally import TIER, Key, Tally
 from shardwise.core.zero import Moment, RowMove
 from shardwise.prediction.cluster import Cluster, cluster_of
-from shardwise.prediction.prediction import PRICES
+from shardwise.prediction.flat_groups import Group
 from shardwise.prediction.rank_shape import places
-from shardwise.prediction.stored_bytes import Group
 from shardwise.prediction.time.streams import Streams, TimedActs, UnitSeconds
-from shardwise.prediction.traffic import Counted, Tariff, step_bytes
 from shardwise.prediction.unit_acts import UnitActs, by_unit, order_on
+from shardwise.techniques.context.price import ring_operations
+from shardwise.techniques.recompute.price import added_operations
 
 if TYPE_CHECKING:
     from shardwise.prediction.prediction import Prediction
 
 PHASES: Final = ("forward", "backward")
+#: The axes of messages within layers.
+INSIDE: Final = (TENSOR, CONTEXT, EXPERTS)
 
 
 @dataclass(frozen=True)
@@ -145,10 +149,10 @@ class RankWork:
     def __init__(self, found: "Prediction", cluster: Cluster) -> None:
         self.found, self.cluster = found, cluster
         self.network = Network(cluster, found.plan, found.rank)
-        self.share = found.share()
         self.recorded = found.spec.run.tape.operations
-        added = (each.spends(self.share) for each in PRICES)
-        self.operations: list[Operation] = [*self.recorded, *(op for ops in added for op in ops)]
+        added = added_operations(found.spec.run.tape, found.spec.recomputed)
+        merged = ring_operations(found.spec, found.plan, found.rank)
+        self.operations: list[Operation] = [*self.recorded, *added, *merged]
         self.inline = self._inline()
 
     @cached_property
@@ -183,62 +187,60 @@ class RankWork:
     def sums(self, unit: int) -> tuple[dict[str, float], dict[str, float]]:
         """The seconds of the first sum of a unit's gradient, and of the others."""
         first = self.moves(unit, lambda group: group.moves.sums[:1])
-        tariff = self._carried(unit, lambda group: group.moves.sums[1:])
+        later = self._carried(unit, lambda group: group.moves.sums[1:])
+        place = self.found.plan.coordinate(self.found.rank)
         for group in (each for each in self.groups[unit] if each.trained):
             for axis, on in group.layout.axes:
-                ranks = tariff.group(axis, on)
-                tariff.sum_parts(axis, group.flat.share, ranks, group.element_bytes)
-        return first, self.network.seconds(tariff.sent_bytes)
+                ranks = len(on.group(place.get(axis, 0)))
+                move = price(P, R, group.flat.share, ranks)
+                _count(later, axis, move, group.element_bytes)
+        return first, self.network.seconds(later)
 
     def moves(self, unit: int, of: Callable[[Group], Iterable[RowMove]]) -> dict[str, float]:
-        return self.network.seconds(self._carried(unit, of).sent_bytes)
+        return self.network.seconds(self._carried(unit, of))
 
-    def _carried(self, unit: int, of: Callable[[Group], Iterable[RowMove]]) -> Tariff:
-        tariff = Tariff(self.found.plan, self.found.rank)
+    def _carried(self, unit: int, of: Callable[[Group], Iterable[RowMove]]) -> dict[Key, Tally]:
+        """What moves of a unit's groups between ranks send."""
+        found, plan = dict[Key, Tally](), self.found.plan
         for group in self.groups[unit]:
             for move in (each for each in of(group) if not each.between_tiers):
-                tariff.carry(group, move, "")
-        return tariff
+                shard, replicate = group.layout.shard, group.layout.replicate
+                axis = shard if move.axis == "shard" else replicate
+                numel = group.flat.share if move.block else group.flat.padded
+                step = price(move.src, move.dst, numel, plan.size_of(axis))
+                _count(found, axis, step, group.element_bytes)
+        return found
 
     def after(self) -> dict[str, float]:
         """The seconds of moves between steps: the consensus, buffers, and updated weights."""
-        found = self.found
-        sent = step_bytes(
-            found.plan,
-            found.model,
-            found.rank,
-            norm=found.norm,
-            optimizer=found.optimizer,
-            buffers=found.broadcast_buffers,
-        )
-        return self.network.seconds(_lines(sent, ("check", "update"), kind="broadcast"))
+        sent = self.found.dry_step.sent.items()
+        between = {
+            key: tally
+            for key, tally in sent
+            if (key.phase in ("check", "update") or key.kind == "broadcast")
+            and key.axis not in (PIPELINE, TIER)
+        }
+        return self.network.seconds(between)
 
     def _inline(self) -> dict[str, dict[str, float]]:
-        found = {phase: defaultdict[str, float](float) for phase in PHASES}
-        one = replace(self.share, spec=_first_microbatch(self.found.spec))
-        for sent in [each.sends(one) for each in PRICES]:
-            for phase in PHASES:
-                for axis, seconds in self.network.seconds(_lines(sent, (phase,))).items():
-                    found[phase][axis] += seconds
-        return {phase: dict(seconds) for phase, seconds in found.items()}
+        """The seconds of messages within layers in a microbatch, by phase and axis."""
+        dry = self.found.dry_step
+        inside = {
+            key: tally
+            for key, tally in dry.middle.items()
+            if key.axis.partition(".")[0] in INSIDE or key.axis.startswith("rows")
+        }
+        found = dict[str, dict[str, float]]()
+        for phase in PHASES:
+            own = self.network.seconds({k: t for k, t in inside.items() if k.phase == phase})
+            found[phase] = {axis: seconds / dry.number for axis, seconds in own.items()}
+        return found
 
 
-def _first_microbatch(spec: ModelSpec) -> ModelSpec:
-    """The spec as if a step had the first microbatch alone; with the transfers of all."""
-    passes = {"row_gathers": spec.row_gathers[:1], "expert_moves": spec.expert_moves[:1]}
-    tensors = spec.tensors and replace(spec.tensors, runs=spec.tensors.runs[:1])
-    layers = {n: replace(own, runs=own.runs[:1]) for n, own in spec.layers.items()}
-    return replace(spec, tensors=tensors, layers=layers, tapes=spec.tapes[:1], **passes)
-
-
-def _lines(sent: Counted, phases: tuple[str, ...], kind: str = "") -> Counted:
-    """The lines of these phases or of the `kind`, between ranks of one stage."""
-    found = Counted()
-    for line, sent_bytes in sent.items():
-        chosen = line.phase in phases or line.kind == kind
-        if chosen and line.axis not in (PIPELINE, "tier"):
-            found[line], found.messages[line] = sent_bytes, sent.messages[line]
-    return found
+def _count(found: dict[Key, Tally], axis: str, move: Move, element_bytes: int) -> None:
+    if sent := round(move.sent) * element_bytes:
+        key = Key(axis, move.what, "")
+        found[key] = found.get(key, Tally()) + Tally(calls=1, sent_bytes=sent)
 
 
 def unstaged_streams(work: RankWork, ahead: int) -> Streams:
@@ -258,7 +260,7 @@ def unstaged_streams(work: RankWork, ahead: int) -> Streams:
 
 def _copies_s(found: "Prediction", cluster: Cluster) -> float:
     """The seconds of copies to and from host memory, taken not to overlap."""
-    copied = sum(n for line, n in found.sent().items() if line.axis == "tier")
+    copied = sum(n for line, n in found.sent().items() if line.axis == TIER)
     link, derating = cluster.host_link, cluster.derating
     return copied / (link.bytes_per_s * derating.links if link else cluster.bytes_per_s / 2)
 
@@ -297,22 +299,21 @@ class Network:
         self.cluster, self.plan, self.rank = cluster, plan, rank
         self.hosts = cache(self._hosts)
 
-    def seconds(self, sent: Counted) -> dict[str, float]:
+    def seconds(self, sent: Mapping[Key, Tally]) -> dict[str, float]:
         found: dict[str, float] = {}
         for (axis, _), seconds in self.seconds_by_kind(sent).items():
             found[axis] = found.get(axis, 0.0) + seconds
         return found
 
-    def seconds_by_kind(self, sent: Counted) -> dict[tuple[str, str], float]:
+    def seconds_by_kind(self, sent: Mapping[Key, Tally]) -> dict[tuple[str, str], float]:
         """The seconds of messages of each axis and kind; none of copies between tiers."""
         found: dict[tuple[str, str], float] = {}
-        for line, sent_bytes in sent.items():
-            axis, kind, _ = line
-            if axis == "tier":
+        for (axis, kind, _), tally in sent.items():
+            if axis == TIER:
                 continue
             relative = self.cluster.collective(kind)
-            latency_s = sent.messages[line] * relative.latency * self.latency_s(axis, kind)
-            time_s = latency_s + sent_bytes / (relative.rate * self.rate(axis, kind))
+            latency_s = tally.calls * relative.latency * self.latency_s(axis, kind)
+            time_s = latency_s + tally.sent_bytes / (relative.rate * self.rate(axis, kind))
             found[axis, kind] = found.get((axis, kind), 0.0) + time_s
         return found
 

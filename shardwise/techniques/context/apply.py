@@ -15,10 +15,10 @@ from shardwise.core.applied import NOTHING, Applied
 from shardwise.core.errors import bad
 from shardwise.core.mesh import CONTEXT
 from shardwise.core.plan.plan import Plan
-from shardwise.techniques.context.attention import attention, require_heads, sends_rows
+from shardwise.techniques.context.attention import attention, require_heads
 from shardwise.techniques.context.cut_batch import Sequences, cut_batch, length_of
 from shardwise.techniques.context.operations import OwnPositions
-from shardwise.techniques.context.positions import AttentionCall, LossCount, cut_of
+from shardwise.techniques.context.positions import AttentionCall, cut_of
 
 if TYPE_CHECKING:
     from shardwise.engine.options import Build
@@ -187,10 +187,6 @@ class RecordedPositions:
         inside = [""]
         attend = partial(self._attend, inside, record)
 
-        def count(x: Tensor) -> Tensor:
-            record(LossCount())
-            return x
-
         def begin(name: str, *_: Any) -> None:
             inside.append(name)
 
@@ -201,7 +197,7 @@ class RecordedPositions:
         for name, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(partial(begin, name)))
             handles.append(module.register_forward_hook(end))
-        self.mode = OwnPositions(attend, count)
+        self.mode = OwnPositions(attend, lambda x: x)
         self.mode.of_model(model)
         self.mode.parts = [of for _, of in self.of]
         self.mode.own_mean = self.tokens and not self.shifts
@@ -231,8 +227,7 @@ class RecordedPositions:
         ranks = self.plan.context.ulysses if self.plan.context else 1
         require_heads(heads, k.shape[1], ranks, f"cp{self.plan.cp}")
         sizes = rows, heads, k.shape[1], width, q.element_size()
-        sent = _mask_of(mask, of.cut.blocks(self.rank // ranks)) if ranks > 1 else (0, 1)
-        record(AttentionCall(inside[-1], of.cut, *sizes, torch.is_grad_enabled(), *sent))
+        record(AttentionCall(inside[-1], of.cut, *sizes, torch.is_grad_enabled()))
         if ranks > 1:  # what an all-to-all gives: one storage
             longer = 0, 0, 0, sum(of.cut.blocks(self.rank // ranks)) - of.numel
             parts = [x[:, : max(1, x.shape[1] // ranks)] for x in (q, k, v)]
@@ -243,12 +238,3 @@ class RecordedPositions:
         if ranks > 1:
             out = F.pad(out[:, :, : of.numel], (0, 0, 0, 0, 0, heads - out.shape[1]))
         return out
-
-
-def _mask_of(mask: Any, counts: Sequence[int]) -> tuple[int, int]:
-    """The bytes of a mask for each position and head that Ulysses sends, and its heads."""
-    if not isinstance(mask, Tensor):
-        return 0, 1
-    mask = mask[(None,) * (4 - mask.dim())]
-    each = mask.shape[0] * mask.shape[3] * mask.element_size()
-    return (each if sends_rows(mask, counts) else 0), mask.shape[1]

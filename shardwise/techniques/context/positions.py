@@ -89,9 +89,7 @@ def visible(cut: SequenceCut, rank: int, source: int) -> tuple[int, int]:
 
 
 class AttentionCall(NamedTuple):
-    """One attention of `rows` sequences in the module `layer`. `trained`: it has a backward pass.
-    Ulysses sends `mask_bytes` a position, for each head with `mask_heads`.
-    """
+    """An attention of `rows` sequences in the module `layer`. `trained`: it has a backward pass."""
 
     layer: str
     cut: SequenceCut
@@ -101,9 +99,3 @@ class AttentionCall(NamedTuple):
     width: int
     element_bytes: int
     trained: bool
-    mask_bytes: int = 0
-    mask_heads: int = 1
-
-
-class LossCount(NamedTuple):
-    """One loss, whose labels the ranks count together."""

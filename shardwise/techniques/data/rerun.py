@@ -36,8 +36,6 @@ from shardwise.techniques.data.unit_hooks import Data
 Objective = Callable[..., Tensor]
 #: Runs forward and backward of a part with so many tokens.
 Repeat = Callable[[Any, float, Objective], object]
-#: The state of a GPU's generator: a seed and a position.
-CUDA_STATE_BYTES = 16
 
 
 def require(plan: Plan, every: CheckEvery) -> None:
@@ -86,13 +84,6 @@ def header_of(part: Any, tokens: float) -> tuple[bytes, list[Tensor]]:
         return _Shape(x.dtype, tuple(x.shape))
 
     return pickle.dumps((mapped(shape, part, Tensor, objects=True), float(tokens))), tensors
-
-
-def sent_bytes(part: Any, kernels: str) -> int:
-    """The bytes of a microbatch that a rank on "cpu" or "cuda" sends to the next one."""
-    header, tensors = header_of(part, 0)
-    states = torch.default_generator.get_state().nbytes + CUDA_STATE_BYTES * (kernels == "cuda")
-    return len(header) + sum(x.nbytes for x in tensors) + states
 
 
 def exchange(part: Any, tokens: float, axis: Axis, device: torch.device) -> tuple[Any, ...]:

@@ -7,8 +7,7 @@ parameters follow the row on the data axes. Without `ep` the layers still get th
 capacity and losses refer to the global batch.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import gcd
@@ -26,7 +25,7 @@ from shardwise.core.mesh import EXPERTS, REST
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.batch import Count, data_axes, filled
 from shardwise.engine.default_fill import agree, cut_to
-from shardwise.techniques.expert.expert_moves import ExpertLayer, LayerMove
+from shardwise.techniques.expert.expert_moves import ExpertLayer
 from shardwise.techniques.expert.hard import PassRecords
 from shardwise.techniques.expert.moe_layer import ExpertPlace, Load, MoE
 from shardwise.techniques.expert.routing import GlobalBatch, Routing
@@ -34,7 +33,6 @@ from shardwise.techniques.expert.stacked import (
     StackedOnRanks,
     choices_of,
     experts_of,
-    record_moves,
     stacked_experts,
     width_of,
 )
@@ -166,28 +164,6 @@ def shapes_of(model: nn.Module) -> dict[str, ExpertLayer]:
         )
         for name, module in stacked_experts(model).items()
     }
-
-
-@contextmanager
-def recorded(model: nn.Module, record: Callable[[LayerMove], None]) -> Iterator[None]:
-    """Call `record` with each move of the layers of experts of a model on the meta device."""
-    layers = layers_of(model)
-    before = {name: layer.place for name, layer in layers.items()}
-    for name, layer in layers.items():
-        own = layer.place.batch
-        batch = replace(own, record=lambda move, name=name: record(LayerMove(name, move)))
-        layer.place = replace(layer.place, batch=batch)
-    hooks = [
-        record_moves(module, lambda move, name=name: record(LayerMove(name, move)))
-        for name, module in stacked_experts(model).items()
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for name, layer in layers.items():
-            layer.place = before[name]
 
 
 def applied(model: nn.Module, build: "Build") -> ExpertLayout:

@@ -20,7 +20,7 @@ rows (benchmarks/results/experts.toml).
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -30,8 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.comm.link_times import begin_rows
 from shardwise.comm.world import Axis
-from shardwise.techniques.expert.expert_moves import ExpertMove
-from shardwise.techniques.expert.routing import GlobalBatch, Record, Routing, phase, record_nothing
+from shardwise.techniques.expert.routing import GlobalBatch, Routing
 
 
 @dataclass(frozen=True)
@@ -41,15 +40,12 @@ class Exchange:
     choices    the computed ones of this rank's N*K choices, by expert
     sent_rows  how many go to each rank
     blocks     [n, E / n] the rows received, by rank and then by expert
-    record     is called with each move before it is made
     """
 
     ep: Axis
     choices: Tensor
     sent_rows: list[int]
     blocks: Tensor
-    tokens: int = 0
-    record: Record = record_nothing
 
     @classmethod
     def of(
@@ -72,8 +68,7 @@ class Exchange:
         choices = torch.argsort(key, stable=True)[: int(loads_RE[rank].sum())]
         by_rank = loads_RE[list(peers)].view(ep.size, ep.size, -1)  # from, to, expert
         sent = loads_RE[rank].view(ep.size, -1).sum(1).tolist()
-        tokens = len(routing.experts)
-        return cls(ep, choices, sent, by_rank[:, ep.rank], tokens, batch.record)
+        return cls(ep, choices, sent, by_rank[:, ep.rank])
 
     @property
     def received_rows(self) -> list[int]:
@@ -88,7 +83,7 @@ class Exchange:
         return self.begin_dispatch(rows)()
 
     def begin_dispatch(self, rows: Tensor) -> Callable[[], Tensor]:
-        arrive = self._begin_exchange("dispatch", rows, self.received_rows, self.sent_rows)
+        arrive = begin_rows(rows, self.ep, self.received_rows, self.sent_rows)
         if self.ep.size == 1:
             return arrive
         return lambda: arrive().index_select(0, self._order(rows.device))
@@ -96,20 +91,7 @@ class Exchange:
     def combine(self, rows: Tensor) -> Tensor:
         if self.ep.size > 1:
             rows = rows.index_select(0, self._order(rows.device).argsort())
-        return self._begin_exchange("combine", rows, self.sent_rows, self.received_rows)()
-
-    def _begin_exchange(
-        self,
-        kind: Literal["dispatch", "combine"],
-        rows: Tensor,
-        received: list[int],
-        sent: list[int],
-    ) -> Callable[[], Tensor]:
-        now = phase()
-        returns = int(rows.requires_grad and now == "forward")
-        size = rows.element_size()
-        self.record(ExpertMove(kind, rows.numel(), size, now, returns, self.tokens))
-        return begin_rows(rows, self.ep, received, sent)
+        return begin_rows(rows, self.ep, self.sent_rows, self.received_rows)()
 
     def _order(self, device: torch.device) -> Tensor:
         """The place of each row by expert among the rows as received, which are by rank."""

@@ -1,44 +1,9 @@
-"""Layers of experts as numbers: what they move between ranks, and the loads that determine it.
-
-gather         the data ranks gather `numel` numbers of each: counts or sizes
-gather_counts  the ranks of the axis `ep` gather `numel` numbers of each
-gather_padded  the same for scores of every token, padded to the rank with most tokens
-sum            the data ranks sum `numel` numbers, and their gradients (`returns` times)
-dispatch       rows go to the ranks of their experts, and their gradients back (`returns` times)
-combine        the results come back, and their gradients go the other way
-enter          nothing moves; ranks of the tensor axis sum the gradients (`returns` times)
-leave          ranks of the tensor axis sum the outputs
-"""
+"""Layers of experts as numbers, and the loads of their experts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
 
 Counts = Sequence[Sequence[int]]
-
-Kind = Literal[
-    "gather", "gather_counts", "gather_padded", "sum", "dispatch", "combine", "enter", "leave"
-]
-
-
-@dataclass(frozen=True)
-class ExpertMove:
-    """One move of a layer in a pass of the plain model, with `numel` elements of one process."""
-
-    kind: Kind
-    numel: int
-    element_bytes: int
-    phase: str = "forward"
-    returns: int = 0
-    tokens: int = 0
-
-
-class LayerMove(NamedTuple):
-    """A move of the layer of that name, made after `calls` calls of modules (ModelPass)."""
-
-    layer: str
-    move: ExpertMove
-    calls: int = 0
 
 
 @dataclass(frozen=True)

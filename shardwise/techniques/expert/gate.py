@@ -211,7 +211,7 @@ class Gate:
         scores = logits.softmax(-1)
         padded = scores.new_zeros(max(sizes), self.experts)
         padded[: len(scores)] = scores.detach()
-        every = [x[:size] for x, size in zip(batch.gather(padded, padded=True), sizes, strict=True)]
+        every = [x[:size] for x, size in zip(batch.gather(padded), sizes, strict=True)]
         capacity = capacity_of(self.capacity or 1.0, tokens * self.k, self.experts)
         assert capacity is not None
         taken = min(capacity, tokens)

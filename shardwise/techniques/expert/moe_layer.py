@@ -16,7 +16,6 @@ from shardwise.core.errors import NonFiniteError, bad
 from shardwise.core.tools.arguments import MOST_SEED, integer, is_number, short_repr
 from shardwise.techniques.expert import hard
 from shardwise.techniques.expert.dispatch import Exchange, feed_forward
-from shardwise.techniques.expert.expert_moves import ExpertMove
 from shardwise.techniques.expert.gate import FIXED, Extra, Gate
 from shardwise.techniques.expert.gates import balanced_bias
 from shardwise.techniques.expert.hard import PassRecords, key_of, uniform
@@ -60,19 +59,6 @@ class ExpertPlace:
     leave: Callable[[Tensor], Tensor] = identity
     parts: int = 1
     slots: tuple[int, ...] = ()
-
-    def enter_and_record(self, x: Tensor) -> Tensor:
-        now = phase()
-        returns = int(x.requires_grad and now == "forward")
-        self.batch.record(ExpertMove("enter", x.numel(), x.element_size(), now, returns))
-        return self.enter(x)
-
-    def leave_and_record(self, y: Tensor) -> Tensor:
-        now = phase()
-        returns = int(y.requires_grad and now == "forward")
-        size, length = y.element_size(), y.shape[-2]
-        self.batch.record(ExpertMove("leave", y.numel(), size, now, returns, length))
-        return self.leave(y)
 
 
 class Load(NamedTuple):
@@ -193,7 +179,7 @@ class MoE(nn.Module):
             NonFiniteError: on all data ranks, if a rank's logits are infinite or NaN.
         """
         self._require_input(x, target)
-        every_ND = self.place.enter_and_record(x).flatten(0, -2)
+        every_ND = self.place.enter(x).flatten(0, -2)
         x_ND = every_ND[:0] if self.place.has_no_rows() else every_ND
         dtype = torch.promote_types(x.dtype, torch.float32)
         logits = x_ND.new_zeros(len(x_ND), self.gate.experts, dtype=dtype)
@@ -215,7 +201,7 @@ class MoE(nn.Module):
         made = exchange.combine(self.experts(arrive(), exchange.rows_by_expert))
         weights = routing.weights.flatten()[exchange.choices].unsqueeze(-1)
         y_ND = torch.zeros_like(every_ND).index_add(0, token, made * weights.to(made))
-        y = place.leave_and_record(y_ND.view_as(x))
+        y = place.leave(y_ND.view_as(x))
         if of_shared is not None:
             y = y + of_shared
         y = y * math.nan if goes_on else y

@@ -14,7 +14,7 @@ unknown, the loads are those that the global batch states beforehand, or even.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -24,12 +24,6 @@ from torch import Tensor
 from shardwise.comm.move import all_gather, move
 from shardwise.comm.world import Axis
 from shardwise.core.layouts.layout import P, R
-from shardwise.techniques.expert.expert_moves import ExpertMove
-
-Record = Callable[[ExpertMove], None]
-
-
-def record_nothing(_: ExpertMove) -> None: ...
 
 
 def phase() -> str:
@@ -39,12 +33,9 @@ def phase() -> str:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The data axes, outermost first; none: this process has the whole batch. `record` is called
-    before each move.
-    """
+    """The data axes, outermost first; none: this process has the whole batch."""
 
     axes: tuple[Axis, ...] = ()
-    record: Record = record_nothing
 
     @property
     def ranks(self) -> int:
@@ -59,17 +50,13 @@ class GlobalBatch:
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of `x` over the data ranks; backward sums gradients, since losses are parts."""
-        returns = int(x.requires_grad and phase() == "forward")
-        self.record(ExpertMove("sum", x.numel(), x.element_size(), phase(), returns))
         for axis in self.axes:
             x = move(x, axis, P, R)
         return x
 
-    def gather(self, x: Tensor, *, padded: bool = False) -> Tensor:
-        """Every data rank's `x`, as [ranks, *x.shape]; `padded`: to the rank with most tokens."""
+    def gather(self, x: Tensor) -> Tensor:
+        """Every data rank's `x`, as [ranks, *x.shape]."""
         x = x.detach()
-        kind = "gather_padded" if padded else "gather"
-        self.record(ExpertMove(kind, x.numel(), x.element_size(), phase()))
         for axis in reversed(self.axes):
             x = torch.stack(all_gather(x, axis))
         return x.reshape(self.ranks, *x.shape[len(self.axes) :])

@@ -14,7 +14,6 @@ weight 1 for each row it received, and applies the weights where the rows come f
 import copy
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +21,8 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import NonFiniteError
 from shardwise.techniques.expert.dispatch import Exchange
-from shardwise.techniques.expert.expert_moves import ExpertMove
 from shardwise.techniques.expert.moe_layer import ExpertPlace
-from shardwise.techniques.expert.routing import Record, Routing, even_counts, phase
+from shardwise.techniques.expert.routing import Routing, even_counts
 
 
 def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -116,22 +114,3 @@ def _require_finite(finite: list[int], name: str) -> None:
             f"The router of {name} gave infinite weights or NaN on rank {' and '.join(ranks)} of "
             "the axis ep. The learning rate may be too high: lower it."
         )
-
-
-def record_moves(module: nn.Module, record: Record) -> Any:
-    """Call `record` with the moves of each forward of a module in one process; returns the hook."""
-    return module.register_forward_pre_hook(partial(_record, record), with_kwargs=False)
-
-
-def _record(record: Record, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-    x_ND, experts_NK, now = args[0], args[1], phase()
-    numel, size = experts_NK.numel() * x_ND.shape[-1], x_ND.element_size()
-    record(ExpertMove("gather_counts", experts_of(module) + 1, torch.int64.itemsize, now))
-    forward = now == "forward" and torch.is_grad_enabled()
-    returns = int(forward and x_ND.requires_grad), int(forward)
-    record(ExpertMove("dispatch", numel, size, now, returns[0], len(x_ND)))
-    record(ExpertMove("combine", numel, size, now, returns[1], len(x_ND)))
-    weighted = int(forward and args[2].requires_grad)
-    record(ExpertMove("enter", x_ND.numel(), size, now, returns[0]))
-    record(ExpertMove("enter", args[2].numel(), args[2].element_size(), now, weighted))
-    record(ExpertMove("leave", x_ND.numel(), size, now, int(forward), len(x_ND)))

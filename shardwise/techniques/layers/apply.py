@@ -128,7 +128,7 @@ def _end(hooks: LayerHooks, *_: object) -> None:
     hooks.moved.clear()
 
 
-def with_rows(x: Tensor, exchange: RowExchange, degree: int, layer: str) -> Tensor | None:
+def with_rows(x: Tensor, exchange: RowExchange, degree: int) -> Tensor | None:
     """Sharded logits with the rows at `degree`; None for other tensors."""
     if not isinstance(x, Logits) or isinstance(x, Redistributed):
         return None
@@ -136,8 +136,8 @@ def with_rows(x: Tensor, exchange: RowExchange, degree: int, layer: str) -> Tens
     rows = LogitRows(
         exchange.held(degree),
         exchange.held(base),
-        lambda x, factor: exchange.move(x, base, degree, layer, factor),
-        lambda x, factor: exchange.move(x, degree, base, layer, factor),
+        lambda x, factor: exchange.move(x, base, degree, factor),
+        lambda x, factor: exchange.move(x, degree, base, factor),
     )
     if x.local.shape[0] % max(1, rows.all):
         return None

@@ -16,7 +16,6 @@ Outputs of a layer keep the layer's rows until another operation reads them (Red
     z + 1               any other operation first takes this rank's own rows
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +28,6 @@ from shardwise.comm.move import all_gather, join, move, take
 from shardwise.comm.world import Axis, World
 from shardwise.core.layouts.layout import I, S
 from shardwise.core.layouts.uneven import Counts, Cut, wide
-from shardwise.core.model_spec import RowGather
 from shardwise.core.tools.tree import leaves
 from shardwise.kernels.logits import DESCRIBED
 
@@ -58,7 +56,6 @@ class RowExchange:
     count    counts the rows of a microbatch
     passes   the number of forwards so far
     assumed  whether `counts` were taken from the first layer of this forward
-    gathers  called with each gather of rows, in forward and backward, for predictions
     """
 
     axes: Mapping[tuple[int, int], Axis]
@@ -71,7 +68,6 @@ class RowExchange:
     parts: list[tuple[Any, Counts]] = field(default_factory=list)
     passes: int = 0
     assumed: bool = False
-    gathers: Callable[[RowGather], None] | None = None
 
     def begin(self, parts: Sequence[Any]) -> Sequence[Any]:
         """Exchange the numbers of rows of all microbatches."""
@@ -111,12 +107,9 @@ class RowExchange:
         """Whether ranks have different numbers of rows, so that one may take another dim for it."""
         return min(self.counts) < max(self.counts)
 
-    def everywhere(self, flags: Sequence[bool], degree: int, layer: str) -> list[bool]:
+    def everywhere(self, flags: Sequence[bool], degree: int) -> list[bool]:
         """Which flags are true on all ranks between the base and another degree."""
         few, many = sorted((self.base, degree))
-        if self.gathers is not None:
-            numel = len(flags) * (many // few)
-            self.gathers(RowGather(layer, (few, many), numel, "int64", "forward"))
         unset = [not flag for flag in flags]
         own = torch.tensor(unset, dtype=torch.int64, device=self.world.device)
         everyone = torch.stack(all_gather(own, self.axes[few, many]))
@@ -133,7 +126,7 @@ class RowExchange:
         index = place % self.base // degree
         return count * (index + 1) // parts - count * index // parts
 
-    def move(self, x: Tensor, have: int, want: int, layer: str, factor: int = 1) -> Tensor:
+    def move(self, x: Tensor, have: int, want: int, factor: int = 1) -> Tensor:
         """`x`, whose dim 0 has `factor` entries for each row at degree `have`, at `want`."""
         if have == want:
             return x
@@ -141,22 +134,7 @@ class RowExchange:
         axis = self.axes[few, many]
         first = self.place // many * many + self.place % few
         sizes = [self.held(few, first + j * few) for j in range(many // few)]
-        out = self._moved(x.contiguous(), axis, sizes, factor, gathers=have < want)
-        if self.gathers is not None:
-            numel = len(sizes) * max(sizes) * factor * math.prod(x.shape[1:])
-            dtype = str(x.dtype).removeprefix("torch.")
-            one = RowGather(layer, (few, many), numel, dtype, "forward")
-            self._record(one, out, forward=have < want)
-        return out
-
-    def _record(self, one: RowGather, out: Tensor, *, forward: bool) -> None:
-        """Record the gather of a move: now, or in backward if a gradient arrives."""
-        gathers = self.gathers
-        assert gathers is not None
-        if forward:
-            gathers(one)
-        elif out.requires_grad:
-            out.register_hook(lambda _: gathers(one._replace(phase="backward")))
+        return self._moved(x.contiguous(), axis, sizes, factor, gathers=have < want)
 
     def _moved(
         self, x: Tensor, axis: Axis, sizes: Sequence[int], factor: int, *, gathers: bool
@@ -180,14 +158,13 @@ class Redistributed(Tensor):
 
     exchange: RowExchange
     degree: int
-    layer: str
     own: Tensor | None
     version: int
 
     @staticmethod
-    def of(x: Tensor, exchange: RowExchange, degree: int, layer: str) -> "Redistributed":
+    def of(x: Tensor, exchange: RowExchange, degree: int) -> "Redistributed":
         out = x.as_subclass(Redistributed)
-        out.exchange, out.degree, out.layer = exchange, degree, layer
+        out.exchange, out.degree = exchange, degree
         out.own, out.version = None, 0
         return out
 
@@ -200,7 +177,7 @@ class Redistributed(Tensor):
     def plain(self) -> Tensor:
         exchange, whole = self.exchange, self.computed_from
         if self.own is None or self._lacks_graph(self.own, whole):
-            self.own = exchange.move(whole, self.degree, exchange.base, self.layer)
+            self.own = exchange.move(whole, self.degree, exchange.base)
             self.version = self.own._version
         return self.own
 
@@ -211,8 +188,8 @@ class Redistributed(Tensor):
 
     def at(self, degree: int) -> Tensor:
         if self.own is not None and self.own._version != self.version:  # changed in place
-            return self.exchange.move(self.own, self.exchange.base, degree, self.layer)
-        return self.exchange.move(self.computed_from, self.degree, degree, self.layer)
+            return self.exchange.move(self.own, self.exchange.base, degree)
+        return self.exchange.move(self.computed_from, self.degree, degree)
 
     @classmethod
     def __torch_function__(

@@ -17,7 +17,7 @@ from shardwise.core.tools.tree import leaves, mapped
 from shardwise.techniques.layers.exchange import Redistributed, RowExchange, plain
 
 #: Gives an output that is not a plain tensor the rows of a degree; None if it cannot.
-Wrap = Callable[[Tensor, RowExchange, int, str], Tensor | None]
+Wrap = Callable[[Tensor, RowExchange, int], Tensor | None]
 
 
 class Random:
@@ -98,7 +98,7 @@ class LayerHooks:
         plain = [x for x in every if not isinstance(x, Redistributed)]
         flags = [x.shape[0] == own for x in plain]
         if plain and exchange.uneven and exchange.base != self.degree:
-            flags = exchange.everywhere(flags, self.degree, name)
+            flags = exchange.everywhere(flags, self.degree)
         if len(plain) == len(every) and not any(flags) and exchange.base != self.degree:
             raise _no_rows(name, [list(x.shape) for x in every], own)
         return {id(x) for x, flag in zip(plain, flags, strict=True) if flag}
@@ -114,11 +114,11 @@ class LayerHooks:
                 raise _without_rows(name, x)
             return x
         if x.requires_grad:
-            return exchange.move(x, exchange.base, self.degree, name)
+            return exchange.move(x, exchange.base, self.degree)
         if self.passes != exchange.passes:
             self.moved, self.passes = WeakIdKeyDictionary(), exchange.passes
         if x not in self.moved:
-            self.moved[x] = exchange.move(x, exchange.base, self.degree, name)
+            self.moved[x] = exchange.move(x, exchange.base, self.degree)
         return self.moved[x]
 
     def _leave(self, name: str, x: Any) -> Any:
@@ -126,14 +126,14 @@ class LayerHooks:
         if not isinstance(x, Tensor):
             return x
         if type(x) is not Tensor:
-            found = self.wrap(x, self.exchange, self.degree, name)
+            found = self.wrap(x, self.exchange, self.degree)
             if found is not None:
                 return found
         if x.dim() == 0 or x.shape[0] != self.exchange.held(self.degree):
             if x.requires_grad and self.degree != self.exchange.base:
                 raise _without_rows(name, x, "output")
             return x
-        return Redistributed.of(x, self.exchange, self.degree, name)
+        return Redistributed.of(x, self.exchange, self.degree)
 
 
 def hook_own_rows(module: nn.Module) -> Any:

@@ -75,8 +75,8 @@ def _exchanging(spec: ModelSpec, plan: Plan, blocks: Sequence[str]) -> set[str]:
     """
     if plan.data_size == 1:
         return set()
-    within, every = Within(blocks), (found for moves in spec.expert_moves for found in moves)
-    return {block for found in every if (block := within(found.layer)) is not None}
+    within = Within(blocks)
+    return {block for name in spec.expert_layers if (block := within(name)) is not None}
 
 
 def cheapest(costs: Sequence[Sequence[BlockCost]], room: tuple[int, ...]) -> list[int] | None:

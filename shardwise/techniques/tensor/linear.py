@@ -99,9 +99,6 @@ class Stream:
     def take(self, x: Tensor, cut: Cut) -> Tensor:
         return take(x, self.axis, cut.on(x.dim() - 1))
 
-    def record_loss(self, positions: int, smoothing: bool, element_bytes: int) -> None:
-        """A cross-entropy of sharded logits: counted by a pass for predictions, not by a step."""
-
     def begin(self, known: Mapping[int, int] | None = None) -> None:
         """Begin a pass; `known`: the lengths of sequences that other stages sharded."""
         self.lengths.known = dict(known or {})

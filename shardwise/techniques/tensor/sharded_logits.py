@@ -9,7 +9,7 @@ computed on the shards and what gathers them.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -25,24 +25,13 @@ from shardwise.techniques.tensor.linear import Stream
 from shardwise.techniques.tensor.rng import ShardedRandom
 
 
-class Moves(Protocol):
-    """Gathers and shards columns: the stream of a step, or the record of a pass on meta."""
-
-    def join(self, x: Tensor, cut: Cut) -> Tensor: ...
-
-    def take(self, x: Tensor, cut: Cut) -> Tensor: ...
-
-    def record_loss(self, positions: int, smoothing: bool, element_bytes: int) -> None:
-        """Called with each cross-entropy of sharded logits."""
-
-
 @dataclass(frozen=True)
 class Shards:
     """The columns that `cut` assigns to each rank of `axis`: S(-1)."""
 
     axis: Axis
     cut: Cut
-    moves: Moves
+    moves: Stream
     computed = False
 
     def copy(self, _: torch.dtype | None) -> "Shards":
@@ -62,16 +51,12 @@ class Shards:
 
     def loss(self, local: Tensor, targets: Tensor, /, **options: Unpack[LossOptions]) -> Tensor:
         """The vocabulary-parallel cross-entropy (kernels/cross_entropy.py)."""
-        loss, element_bytes = sharded_cross_entropy(
-            local, (self.axis, self.cut), targets, **options
-        )
-        self.moves.record_loss(targets.numel(), options["label_smoothing"] > 0, element_bytes)
-        return loss
+        return sharded_cross_entropy(local, (self.axis, self.cut), targets, **options)
 
 
-def sharded_logits(local: Tensor, axis: Axis, cut: Cut, moves: Moves | None = None) -> Logits:
-    """Logits whose shard on this rank is `local` [..., v], not copied. `moves` gathers them and
-    records losses. Raises InputError if `local` has another number of columns.
+def sharded_logits(local: Tensor, axis: Axis, cut: Cut, moves: Stream | None = None) -> Logits:
+    """Logits whose shard on this rank is `local` [..., v], not copied. `moves` gathers them.
+    Raises InputError if `local` has another number of columns.
     """
     columns = cut.size(axis.rank)
     if local.shape[-1] != columns:

@@ -46,10 +46,10 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardwise.comm.ledger import Key
 from shardwise.core.plan.plan import Plan
 from shardwise.core.schedule.library import allowed, entry
 from shardwise.core.schedule.lower import peaks
+from shardwise.core.tally import Key
 from shardwise.core.zero import ALIASES, CATEGORIES, PART_OF, Tier
 from shardwise.engine.engine import Engine
 from shardwise.engine.memory import owned
@@ -365,26 +365,29 @@ def _bounds(engine: Engine, uses: Uses, *, trains: bool) -> Bounds:
         stored = sum(b.nbytes for b in engine.model.buffers()) if axis.rank == 0 else 0
         add(axis, ("broadcast", "forward"), stored * (axis.size - 1))
     names = {module: name for name, module in engine.model.named_modules()}
-    for unit in engine.data.units.order:
-        calls = runs * sum(uses.calls[names[module]] for module in unit.modules)
-        for flat in unit.groups:
-            axis, (param, grad, optim) = flat.shard_axis, _columns(engine.plan, flat)
-            n, r, size = axis.size, flat.replicate_axis.size, flat.shard.element_size()
-            part = flat.plan.padded // n * (n - 1) * size
-            if param == "S":
-                known = calls and not uses.outside.intersection(flat.names)
-                forward = (part * runs, part * calls) if known else (0, math.inf)
-                add(axis, ("all_gather", "forward"), *forward)
-                add(axis, ("all_gather", "backward"), 0, part * calls if known else math.inf)
-            if trains and flat.trained:
-                shared = round(2 * (flat.plan.padded // n / r) * (r - 1)) * size
-                each = runs if grad == "R" and optim != "S" else 1
-                add(flat.replicate_axis, ("all_reduce", "backward"), shared * each)
-                if optim == "S":
-                    kind = "all_reduce" if grad == "R" else "reduce_scatter"
-                    sums = part * (1 if grad == "P" else runs) * (1 + (grad == "R"))
-                    add(axis, (kind, "backward"), sums)
-                    add(axis, ("all_gather", "update"), part * (param == "R"))
+    called = [
+        (runs * sum(uses.calls[names[module]] for module in unit.modules), flat)
+        for unit in engine.data.units.order
+        for flat in unit.groups
+    ]
+    for calls, flat in called:
+        axis, (param, grad, optim) = flat.shard_axis, _columns(engine.plan, flat)
+        n, r, size = axis.size, flat.replicate_axis.size, flat.shard.element_size()
+        part = flat.plan.padded // n * (n - 1) * size
+        if param == "S":
+            known = calls and not uses.outside.intersection(flat.names)
+            forward = (part * runs, part * calls) if known else (0, math.inf)
+            add(axis, ("all_gather", "forward"), *forward)
+            add(axis, ("all_gather", "backward"), 0, part * calls if known else math.inf)
+        if trains and flat.trained:
+            shared = round(2 * (flat.plan.padded // n / r) * (r - 1)) * size
+            each = runs if grad == "R" and optim != "S" else 1
+            add(flat.replicate_axis, ("all_reduce", "backward"), shared * each)
+            if optim == "S":
+                kind = "all_reduce" if grad == "R" else "reduce_scatter"
+                sums = part * (1 if grad == "P" else runs) * (1 + (grad == "R"))
+                add(axis, (kind, "backward"), sums)
+                add(axis, ("all_gather", "update"), part * (param == "R"))
     return {key: bounds for key, bounds in found.items() if bounds[1]}
 
 
