@@ -122,9 +122,10 @@ def run(world: World, task: Task, case: Case, share_of: Callable[..., Any] = min
 
 def uses_of(task: Task) -> Uses:
     """How a forward of the plain model uses its weights."""
-    model = task.make()
+    model = task.make().double()
+    batch = tree_map(lambda x: x.double() if x.is_floating_point() else x, task.batch(0))
     with Uses(model) as uses, torch.no_grad():
-        task.loss(model, task.batch(0))
+        task.loss(model, batch)
     return uses
 
 

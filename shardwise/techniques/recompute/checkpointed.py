@@ -104,7 +104,8 @@ class Recomputed:
             *given,
             use_reentrant=False,
             preserve_rng_state=False,  # the engine's generators are replayed here
-            determinism_check="none" if self._on_meta else "default",  # a dry run: two devices
+            # a dry run has tensors on two devices
+            determinism_check="none" if self._on_meta(args) else "default",
             context_fn=lambda: (first, _Again(first, self.norms)),
         )
         if products is not None:
@@ -113,10 +114,10 @@ class Recomputed:
                 products.replace(self.host.keep)
         return out
 
-    @property
-    def _on_meta(self) -> bool:
+    def _on_meta(self, args: Any) -> bool:
         module = self.module()
-        return module is not None and next((p.is_meta for p in module.parameters()), False)
+        params = module.parameters() if module is not None else ()
+        return any(x.is_meta for x in (*leaves(args, Tensor), *params))
 
     def release(self) -> None:
         """Give the module its own forward back, so that no reference cycle keeps it."""
