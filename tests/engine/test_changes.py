@@ -169,17 +169,13 @@ REFUSED: list[tuple[str, Callable[[World], object], tuple[str, ...]]] = [
 ]
 
 
-def told(world: World, call: Callable[[World], object]) -> str:
-    return refusal(lambda: call(world))
-
-
 @pytest.mark.cases(100)
 @pytest.mark.parametrize(
     ("call", "said"), [pytest.param(*row[1:], id=f"{row[0]} {row[2][0]}") for row in REFUSED]
 )
 def test_what_a_wrapped_module_refuses(call: Callable[[World], object], said: tuple[str, ...]):
     """In one paragraph on every rank, before a wrong weight is used."""
-    for text in run_threads(2, told, call):
+    for text in run_threads(2, lambda world: refusal(partial(call, world))):
         assert all(phrase in text for phrase in said), text
 
 
@@ -411,17 +407,20 @@ def test_a_loss_may_freeze_a_part():
     equals_one(run_threads, task, Case("dp2 zero3 fp64", **SGD))
 
 
-#: How a program writes to weights between two steps.
-WRITES: dict[str, Callable[[nn.Module], object]] = {
-    "by name": lambda model: model.get_parameter("blocks.1.up.weight").data.clamp_(-0.1, 0.1),
+#: How a program writes to weights between two steps; also to parameters that it has kept.
+WRITES: dict[str, Callable[[Any], object]] = {
+    "by name": lambda m: [x.weight.data.mul_(0.9) for x in m.modules() if hasattr(x, "bias")],
     "by a state": lambda m: m.load_state_dict({n: x / 9 for n, x in m.state_dict().items()}),
     "in a loop": lambda model: [p.data.clamp_(-0.1, 0.1) for p in model.parameters()],
+    "kept": lambda m: [
+        p.detach().mul_(0.9) for x in m.modules() for p in dict.values(x._parameters)
+    ],
 }
 
 
 def writing(world: World, plan: str, how: str) -> dict[str, Tensor]:
     """The state after two steps, each followed by a write."""
-    model, batch = make("stack").double(), rows(0, world.rank)
+    model, batch = make("stack").double(), rows(0, world.rank % 2)
     if plan:
         engine = sw.parallelize(model, plan, world, optimizer=sw.SGD(lr=0.1), loss=squares)
     else:
@@ -437,13 +436,14 @@ def writing(world: World, plan: str, how: str) -> dict[str, Tensor]:
     return sw.full_state_dict(engine if plan else model)
 
 
+ROWS = "zero1 fp64", "zero2 offload:optim fp64", "zero3 fp64", "bf16", "zero1 bf16", "zero3 bf16"
+
+
 @pytest.mark.parametrize("how", WRITES)
-@pytest.mark.parametrize(
-    "plan", [*(f"dp2 zero{stage} fp64" for stage in (1, 2, 3)), "", "dp2 bf16", "dp2 zero3 bf16"]
-)
+@pytest.mark.parametrize("plan", ["", *ROWS, *(f"pp2 {row} 1f1b:2" for row in ROWS[::2])])
 def test_a_write_between_steps_is_kept(plan: str, how: str):
     """Also while the update's gather is under way, of a piece, and by masters of 32 bits."""
-    expected, _ = run_threads(2, writing, "dp2 fp64", how)
-    found, _ = run_threads(2, writing, plan, how)
+    expected, _ = run_threads(2, writing, "ddp fp64", how)
+    found = run_threads(4 if "pp2" in plan else 2, writing, plan, how)[0]
     worst = max(difference(found[name], value) for name, value in expected.items())
     assert worst < (3e-2 if "bf16" in plan else 1e-12)

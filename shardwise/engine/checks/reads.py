@@ -193,9 +193,6 @@ def guard_shards(model: nn.Module, data: Data, *, together: bool = False) -> lis
         table = _guarded(module)
         handles.append(_Plain(module))
         for name, key in own.items():
-            if data.staged is not None or not places[key][1].moves_to_rest:
-                table.readers[name].append(partial(reads.look, places[key][1]))
-                continue
             if key not in readers:  # tied names give the same object
                 readers[key] = reads.reader(*places[key])
             table.readers[name].append(readers[key])
@@ -216,6 +213,11 @@ class _Reads:
 
         def read() -> Tensor | None:
             """The read of the parameter, one object for all its names."""
+            data = self.data()
+            if data is None or not data.in_step:
+                flat.looked = True  # between steps, the program may write to it
+            elif data.staged is not None:
+                return None
             if flat.state is State.UNSHARDED:
                 return None
             if not made:
@@ -225,15 +227,12 @@ class _Reads:
 
         return read
 
-    def look(self, flat: Flat) -> None:
-        """A parameter that is full is read: between steps, the program may write to it."""
-        data = self.data()
-        flat.looked |= data is not None and not data.in_step
-
     def gather(self, unit: Unit) -> None:
         data = self.data()
         if data is not None:
             data.open(unit)
+            for group in unit.groups:  # as in `read`: the program may have kept it
+                group.looked |= not data.in_step
 
     def iterated(self, units: Sequence[Unit]) -> None:
         """Before a loop over parameters: full ones while a loss is computed, else pieces."""
@@ -242,10 +241,10 @@ class _Reads:
             return
         for group in (group for unit in units for group in unit.groups):
             group.looked = True
-        if data.staged is not None:
+        if data.staged is not None and data.in_step:
             return
         # a loss is computed, or a forward pass of training updates weights under no_grad
-        full = data.records if data.in_root else data.computes_loss
+        full = data.staged is None and (data.records if data.in_root else data.computes_loss)
         if data.in_root or data.pace.by_hand:  # an engine computes no loss but its own
             full &= torch.is_grad_enabled() != data.in_root
         for unit in units:

@@ -128,7 +128,7 @@ class Flat:
     def point_at(self, full: Tensor) -> None:
         """Make the parameters views of `full`, a tensor with the offsets of `self.full`."""
         self._set(self.full_views if full is self.full else self.views.every(full))
-        self.versions = [p._version for p in self.params]
+        self._has_new_versions()
 
     def _set(self, data: Sequence[Tensor]) -> None:
         for p, tensor in zip(self.params, data, strict=True):
@@ -148,6 +148,7 @@ class Flat:
         if self.state is not State.SHARDED:
             return
         self.take_assigned()
+        self._has_new_versions()
         if self.reshards:
             self.tiers.resize(self.full, self.plan.padded * self.full.element_size())
         self.coming = self._gather()
@@ -179,7 +180,8 @@ class Flat:
             return
         self.begin_unshard()
         self.coming.wait()
-        if self.take_assigned():  # since the gather began
+        if self.take_assigned() or self._has_new_versions():  # since the gather began
+            self.state = State.SHARDED
             self.begin_unshard()
             self.coming.wait()
         self.point_at(self.full)
@@ -353,9 +355,15 @@ class Flat:
 
     def was_written(self) -> bool:
         """Whether the program may have written to the parameters since the last call."""
+        self._has_new_versions()
+        written, self.looked = self.looked, False
+        return written
+
+    def _has_new_versions(self) -> bool:
+        """Whether a write to a parameter has left a trace since the last call."""
         versions = [p._version for p in self.params]
-        written, self.looked = self.looked or versions != self.versions, False
-        self.versions = versions
+        written, self.versions = versions != self.versions, versions
+        self.looked |= written
         return written
 
     @property
