@@ -267,6 +267,8 @@ class Engine:
             # the loss is known on the last stage
             loss, differs = self.guard.over_tensors(*self._over_stages(own).split(1))
             used = self.passes.shared(self.optimizer.names, used)
+            if self.world.dry and not count:
+                used[:-1] = self.consensus.expected()
         by_norm, raises = self.guard.by_norm, not self.guard.skip
         squares, differs = self.updates.squares(differs) if by_norm else (loss * 0, differs)
         numbers = StepNumbers(*weights.factor, loss, tokens, used, squares, differs)

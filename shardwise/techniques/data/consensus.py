@@ -88,6 +88,11 @@ class Consensus:
     def flags(self) -> list[bool]:
         return [flag for group in self.trained for flag in group.grads.has_grad]
 
+    def expected(self) -> Tensor:
+        """The flags of a rank without rows in a dry run: those of the step before, or all."""
+        last = [float(used) for group in self.trained for used in group.grads.used]
+        return doubles_on(last if any(last) else [1.0] * len(last), self.device)
+
     def begin(self, scalings: Scalings) -> None:
         """Begin to sum the summary of a backward pass, and what `scalings` add."""
         if self.ranks > 1:  # as many numbers in each step: a rank may be a step ahead
