@@ -48,6 +48,8 @@ def test_parts_and_stages_of_a_meta_model_begin_as_in_one_process(plan: str, own
     else:
         fill(plain := gpt.GPT(SHAPES[shape]), seed=5)
         whole = {name: p.detach() for name, p in plain.named_parameters()}
+    if "bf16" in plan:
+        whole = {name: x.bfloat16().float() for name, x in whole.items()}
     # modules draw from the state of their process, which threads would share
     on_ranks = run_gloo if own else run_threads
     plan = plan if "bf16" in plan else f"{plan} fp32"
