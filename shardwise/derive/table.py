@@ -106,7 +106,10 @@ def _derived(
         return not table.styles or keeps_shapes(sharded, table, trace, grouped)
 
     def joins(table: Table) -> bool:
-        sent = predict(model, plan, batch, loss=objective, table=table).sent()
+        try:
+            sent = predict(model, plan, batch, loss=objective, table=table).sent()
+        except RuntimeError:  # the loss computes with a part of the logits as if it were whole
+            return True
         return (TENSOR, "all_gather", "forward") in sent
 
     words, grouped = _vocabulary(trace, known, ranks, logits=True), chosen(found)

@@ -71,7 +71,7 @@ class Costs:
         exact = {line: n for line, n in theory.items() if not _depends(engine, line)}
         read = {line: n for line, n in counted.items() if not _depends(engine, line)}
         kinds = [by_kind(exact), by_kind(read)]
-        if uses and engine.plan.ep > 1 and engine.plan.precision not in ("bf16", "fp16"):
+        if uses and loads and engine.plan.ep > 1 and engine.plan.precision not in ("bf16", "fp16"):
             kinds[0][EXCHANGED] = textbook.exchanged(engine, uses, loads, trains=trains)
             kinds[1][EXCHANGED] = by_kind(counted).get(EXCHANGED, 0)
         hold = exact == read and kinds[0] == kinds[1]

@@ -122,8 +122,10 @@ def run(world: World, task: Task, case: Case, share_of: Callable[..., Any] = min
 
 def uses_of(task: Task) -> Uses:
     """How a forward of the plain model uses its weights."""
-    model = task.make().double()
-    batch = tree_map(lambda x: x.double() if x.is_floating_point() else x, task.batch(0))
+    model, batch = task.make(), task.batch(0)
+    if len({p.dtype for p in model.parameters()}) == 1:
+        model = model.double()
+        batch = tree_map(lambda x: x.double() if x.is_floating_point() else x, batch)
     with Uses(model) as uses, torch.no_grad():
         task.loss(model, batch)
     return uses

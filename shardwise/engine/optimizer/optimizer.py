@@ -230,7 +230,9 @@ class ShardedOptimizer(Optimizer, ABC):
             flat = self.flats[k]
             flat.take_assigned()
             if k in self.masters and flat.was_written():
-                master, weights = self.masters[k], flat.shard.to(self.masters[k].device)
+                master, weights = self.masters[k], flat.shard
+                if weights.device != master.device:
+                    weights = weights.to(master.device)
                 written = weights != master.to(weights.dtype)
                 master.copy_(torch.where(written, weights, master))
 
