@@ -405,8 +405,11 @@ def exchanged(engine: Engine, uses: Uses, loads: Sequence[Loads], *, trains: boo
     layout, total = engine.sharded.of(ExpertLayout), 0
     ep, here, tensor = layout.axis, engine.sharded.place, engine.sharded.tensor.rank
     peers = range(here - ep.rank, here - ep.rank + ep.size)
-    for name in shapes_of(engine.model):
-        weight = next(engine.model.get_submodule(name).parameters())
+    modules = dict(engine.model.named_modules())
+    for name in (name for name in uses.experts if name in modules):
+        weight = next(modules[name].parameters(), None)
+        if weight is None:  # another stage has it
+            continue
         again = any(f"{name}.".startswith(f"{own}.") for own in engine.recompute.kinds)
         row_bytes = uses.experts[name].width * weight.element_size() * (1 + trains * (1 + again))
         for choices in (each.on(name, tensor) for each in loads):
