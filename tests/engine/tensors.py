@@ -126,7 +126,7 @@ def uses_of(task: Task) -> Uses:
     if len({p.dtype for p in model.parameters()}) == 1:
         model = model.double()
         batch = tree_map(lambda x: x.double() if x.is_floating_point() else x, batch)
-    with Uses(model) as uses, torch.no_grad():
+    with Uses(model) as uses:
         task.loss(model, batch)
     return uses
 
