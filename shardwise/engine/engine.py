@@ -64,6 +64,7 @@ class Engine:
         with self.ledger.phase("start"):
             sharded = self.sharded = lay_out(model, build, training.optimizer, weights, self.disk)
             weights.deliver()
+        state.accept_whole(model, sharded.data, sharded.flats)
         self.data, self.flats = sharded.data, sharded.flats
         self.axes, self.staging = sharded.axes, sharded.staging
         self.consensus = self.data.consensus

@@ -411,6 +411,7 @@ def test_a_loss_may_freeze_a_part():
 WRITES: dict[str, Callable[[Any], object]] = {
     "by name": lambda m: [x.weight.data.mul_(0.9) for x in m.modules() if hasattr(x, "bias")],
     "by a state": lambda m: m.load_state_dict({n: x / 9 for n, x in m.state_dict().items()}),
+    "by a plain state": lambda m: m.load_state_dict(make("stack").double().state_dict()),
     "in a loop": lambda model: [p.data.clamp_(-0.1, 0.1) for p in model.parameters()],
     "kept": lambda m: [
         p.detach().mul_(0.9) for x in m.modules() for p in dict.values(x._parameters)

@@ -10,6 +10,7 @@ load the checkpoint of any other.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -24,6 +25,7 @@ from shardwise.core.errors import bad
 from shardwise.core.layouts.flatten import Box1
 from shardwise.core.layouts.flatten import boxes as blocks_of
 from shardwise.core.layouts.param_layout import AxisLayout
+from shardwise.core.tools.hook import Hook
 from shardwise.core.tools.structure import plain_key
 from shardwise.engine.build import ShardedModel
 from shardwise.engine.optimizer.elementwise import ELEMENTWISE
@@ -37,11 +39,12 @@ from shardwise.engine.optimizer.optimizer_state import (
 )
 from shardwise.engine.precision import HALF
 from shardwise.engine.state import extra_state
-from shardwise.engine.state.box import Box
+from shardwise.engine.state.box import Box, block
 from shardwise.techniques.data.checksum import bits_sum
 from shardwise.techniques.data.flat.flat_parameter import Flat, State
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Units
+from shardwise.techniques.pipeline.trace.placeholders import StandIn
 
 #: The offsets of a box, its values, and the index of this rank among its holders.
 Part = tuple[tuple[int, ...], Tensor, int]
@@ -254,7 +257,52 @@ def refresh(optimizer: ShardedOptimizer, units: Units) -> None:
     units.begin_unshard()
 
 
-# --- the state_dict of a wrapped module -----------------------------------------------------------
+# --- the state_dict of an engine's model and of a wrapped module ----------------------------------
+
+
+def accept_whole(model: nn.Module, data: Data, flats: Sequence[Flat]) -> None:
+    """Make `model.load_state_dict` accept the plain model's state, besides this rank's pieces."""
+    cut = any(tuple(flat.shapes[i]) != shape for flat, i, _, shape in _every(flats))
+    if data.staged is not None or data.split or cut:
+        model.register_load_state_dict_pre_hook(Hook(data, partial(_own_parts, data, flats)))
+
+
+def _every(flats: Sequence[Flat]) -> Iterator[tuple[Flat, int, nn.Parameter, tuple[int, ...]]]:
+    """Each parameter with its flat parameter, its index there and its full shape."""
+    for flat in flats:
+        for index, (p, layout) in enumerate(zip(flat.params, flat.layouts, strict=True)):
+            yield flat, index, p, layout.full_shape(tuple(flat.shapes[index]))
+
+
+@torch.no_grad()
+def _own_parts(
+    data: Data,
+    flats: Sequence[Flat],
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    *_: Any,
+) -> None:
+    """Write this rank's pieces of full tensors, and leave out what is on other stages."""
+    registered, names = (
+        dict(module.named_parameters(remove_duplicate=False)),
+        defaultdict[int, list[str]](list),
+    )
+    for name, p in registered.items():
+        names[id(p)].append(name)
+    data.units.to_sharded()
+    loaded = dict[str, Any]()
+    for flat, index, p, shape in _every(flats):
+        for name in names[id(p)] or [flat.names[index]]:  # of a tile: its layer's
+            value = state.get(prefix + name)
+            if isinstance(value, Tensor) and tuple(value.shape) == shape != tuple(p.shape):
+                for box in _pieces(flat, index, name, p.view(-1)):
+                    box.tensor.copy_(block(value, box.offsets, box.sizes))
+                loaded[prefix + name] = registered[name]
+    absent = tuple(f"{prefix}{name}." for name, m in module.named_modules() if type(m) is StandIn)
+    for key in [key for key in state if key.startswith(absent)]:
+        del state[key]
+    state.update(loaded)
 
 
 def keep_keys(module: nn.Module, data: Data, flats: Sequence[Flat]) -> list[RemovableHandle]:
