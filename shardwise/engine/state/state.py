@@ -44,7 +44,6 @@ from shardwise.techniques.data.checksum import bits_sum
 from shardwise.techniques.data.flat.flat_parameter import Flat, State
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Units
-from shardwise.techniques.pipeline.trace.placeholders import StandIn
 
 #: The offsets of a box, its values, and the index of this rank among its holders.
 Part = tuple[tuple[int, ...], Tensor, int]
@@ -283,25 +282,19 @@ def _own_parts(
     prefix: str,
     *_: Any,
 ) -> None:
-    """Write this rank's pieces of full tensors, and leave out what is on other stages."""
-    registered, names = (
-        dict(module.named_parameters(remove_duplicate=False)),
-        defaultdict[int, list[str]](list),
-    )
-    for name, p in registered.items():
+    """Write this rank's pieces of full tensors."""
+    names, loaded = defaultdict[int, list[str]](list), dict[str, Any]()
+    for name, p in module.named_parameters(remove_duplicate=False):
         names[id(p)].append(name)
     data.units.to_sharded()
-    loaded = dict[str, Any]()
     for flat, index, p, shape in _every(flats):
-        for name in names[id(p)] or [flat.names[index]]:  # of a tile: its layer's
+        named = names[id(p)] or [flat.names[index]]  # of a tile: its layer's
+        for name in named if shape != tuple(p.shape) else ():
             value = state.get(prefix + name)
-            if isinstance(value, Tensor) and tuple(value.shape) == shape != tuple(p.shape):
-                for box in _pieces(flat, index, name, p.view(-1)):
-                    box.tensor.copy_(block(value, box.offsets, box.sizes))
-                loaded[prefix + name] = registered[name]
-    absent = tuple(f"{prefix}{name}." for name, m in module.named_modules() if type(m) is StandIn)
-    for key in [key for key in state if key.startswith(absent)]:
-        del state[key]
+            whole = isinstance(value, Tensor) and tuple(value.shape) == shape
+            for box in _pieces(flat, index, name, p.view(-1)) if whole else ():
+                box.tensor.copy_(block(value, box.offsets, box.sizes))
+                loaded[prefix + name] = module.get_parameter(name)
     state.update(loaded)
 
 
