@@ -284,17 +284,18 @@ def _own_parts(
 ) -> None:
     """Write this rank's pieces of full tensors."""
     names, loaded = defaultdict[int, list[str]](list), dict[str, Any]()
-    for name, p in module.named_parameters(remove_duplicate=False):
+    registered = dict(module.named_parameters(remove_duplicate=False))
+    for name, p in registered.items():
         names[id(p)].append(name)
     data.units.to_sharded()
     for flat, index, p, shape in _every(flats):
         named = names[id(p)] or [flat.names[index]]  # of a tile: its layer's
         for name in named if shape != tuple(p.shape) else ():
-            value = state.get(prefix + name)
-            whole = isinstance(value, Tensor) and tuple(value.shape) == shape
+            value: Any = state.get(prefix + name)
+            whole = tuple(getattr(value, "shape", ())) == shape
             for box in _pieces(flat, index, name, p.view(-1)) if whole else ():
                 box.tensor.copy_(block(value, box.offsets, box.sizes))
-                loaded[prefix + name] = module.get_parameter(name)
+                loaded[prefix + name] = registered[name]
     state.update(loaded)
 
 
