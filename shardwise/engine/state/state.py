@@ -295,7 +295,7 @@ def _own_parts(
             whole = tuple(getattr(value, "shape", ())) == shape
             for box in _pieces(flat, index, name, p.view(-1)) if whole else ():
                 box.tensor.copy_(block(value, box.offsets, box.sizes))
-                loaded[prefix + name] = registered[name]
+            loaded |= {prefix + name: registered[name]} if whole else {}
     state.update(loaded)
 
 
