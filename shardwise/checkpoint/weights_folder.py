@@ -64,16 +64,6 @@ class WeightsFolder:
     def names(self) -> Collection[str]:
         return self.files.keys()
 
-    def longest_dim(self) -> int:
-        return max((max(self._shape(name), default=1) for name in self.files), default=1)
-
-    def _shape(self, name: str) -> list[int]:
-        file = self.files[name]
-        try:
-            return self._opened[file].get_slice(name).get_shape()
-        except SafetensorError as error:
-            raise _broken(self.path / file, str(error)) from None
-
     def __call__(self, name: str, tensor: Tensor) -> None:
         """Copy the weight `name` into `tensor`, in its dtype. Raises InputError for another shape.
         As `fill=` of parallelize it loads a model on the meta device unit by unit.

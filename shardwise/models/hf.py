@@ -23,7 +23,6 @@ from torch.overrides import TorchFunctionMode
 from shardwise.checkpoint.weights_folder import CONFIG, GENERATION, open_model, open_weights
 from shardwise.core.errors import InputError, bad, expanded
 from shardwise.core.tools.arguments import suggestions
-from shardwise.models.folder_sizes import check_sizes
 from shardwise.models.trainable import Loss, Trainable
 
 VOCABULARY: Final = 128
@@ -213,8 +212,7 @@ def config_of(path: Path, *, dropout: bool = True) -> Any:
     require_transformers(f"hf:{path}")
     from transformers import AutoConfig  # the extra `hf`
 
-    weights = open_model(path)
-    said = weights.config or {}
+    said = open_model(path).config or {}
     kind = said.get("model_type")
     if not isinstance(kind, str):
         raise bad(
@@ -223,7 +221,6 @@ def config_of(path: Path, *, dropout: bool = True) -> Any:
             "hf:gpt2 for a small model with random weights",
         )
     kind_of(kind)
-    check_sizes(path, said, weights)
     drop = {} if dropout else {k: 0.0 for k, v in said.items() if "drop" in k and v}
     with explained(path):
         return AutoConfig.from_pretrained(path, **drop)

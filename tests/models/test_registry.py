@@ -211,7 +211,6 @@ def test_an_output_or_a_file_that_is_none_is_named(file: str, tmp_path: Path) ->
 
 
 NO_MODEL = "of which transformers makes no model"
-SIZE = r"config\.json'\. Allowed: a whole number from 1 to 128, which the weights"
 
 Damage = Callable[[Path], object]
 
@@ -250,11 +249,6 @@ def index_of_a_pipe(folder: Path) -> None:
 
 #: Each with what the error says.
 DAMAGES: dict[str, tuple[Damage, str]] = {
-    "no heads": (config(num_attention_heads=0), SIZE),
-    "a text as a size": (config(hidden_size="64"), SIZE),
-    "10^12 rows": (config(vocab_size=10**12), "a whole number from 6 to 128"),
-    "-1 layers": (config(num_hidden_layers=-1), "num_hidden_layers = -1 in .* from 1 to 21"),
-    "-1 layers in a part": (config(text_config={"n_layer": -1}), "n_layer = -1 in"),
     "an unknown activation": (config(hidden_act="nonsense"), f"{NO_MODEL} .KeyError: 'nonsense'"),
     "a list": (text("[1]"), "it is no JSON object"),
     "nested lists": (text("[" * 10**5), r"config\.json', which is damaged"),
@@ -313,12 +307,8 @@ def test_a_configuration_is_enough_for_a_prediction(alone: Path, plan: str) -> N
     assert not found.notes
 
 
-def test_what_needs_weights_refuses_a_configuration(alone: Path, tmp_path: Path) -> None:
-    """The model is not made, not with random weights either; an absurd one is refused at once."""
+def test_what_needs_weights_refuses_a_configuration(alone: Path) -> None:
+    """The model is not made, not with random weights either."""
     for use in (lambda: pretrained.read(alone, None), find(f"hf:{alone}").build):
         with pytest.raises(InputError, match="no weights in it"):
             use()
-    shutil.copy(alone / "config.json", tmp_path)
-    config(vocab_size=10**12)(tmp_path)
-    with limits(), pytest.raises(InputError, match=r"config\.json'\. Allowed: a whole number"):
-        find(f"hf:{tmp_path}")
