@@ -287,7 +287,15 @@ write instead."""
 
 #: Headings, and the public names below them; a name that is nowhere here is under the last.
 GROUPS: Final = {
-    "Train with an engine": ("init", "World", "parallelize", "Engine", "Metrics", "spawn"),
+    "Train with an engine": (
+        "init",
+        "World",
+        "parallelize",
+        "Engine",
+        "Metrics",
+        "Loader",
+        "spawn",
+    ),
     "Optimizers": ("AdamW", "Adam", "SGD", "Lion", "Adafactor", "Muon", "Optim"),
     "One technique in a plain loop": (
         *("DDP", "FSDP", "Pipe", "DataParallel", "clip_grad_norm", "no_sync", "unwrap"),
@@ -328,7 +336,16 @@ def python() -> str:
 #: The members of a class that programs use; of other classes, all public ones.
 MEMBERS: Final = {
     "Engine": (
-        *("step", "evaluate", "outputs", "set_lr", "data_rank", "data_ranks", "microbatches"),
+        *(
+            "step",
+            "evaluate",
+            "outputs",
+            "gather",
+            "set_lr",
+            "data_rank",
+            "data_ranks",
+            "microbatches",
+        ),
         *("memory", "host_memory", "disk_memory", "measured_bytes", "sent", "gradients", "flush"),
     ),
     "World": ("close", "barrier"),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shardwise.derive.plan_search import search
     from shardwise.derive.table import derive_table
     from shardwise.engine.engine import Engine
+    from shardwise.engine.loader import Loader
     from shardwise.engine.optimizer.optimizer_spec import (
         SGD,
         Adafactor,
@@ -60,6 +61,7 @@ _HOMES = {
     "no_sync": "wrap.wrap",
     "DataParallel": "wrap.data_parallel",
     "Engine": "engine.engine",
+    "Loader": "engine.loader",
     "Metrics": "engine.step_end",
     "balance_by_time": "techniques.pipeline.partition",
     "parallelize": "engine.parallelize",
@@ -115,6 +117,7 @@ __all__ = [
     "Gate",
     "InputError",
     "Lion",
+    "Loader",
     "Mesh",
     "Metrics",
     "MoE",

@@ -16,7 +16,9 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_leaves, tree_map
 
+from shardwise.comm.objects import all_gather_object
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan.plan import Plan
@@ -302,3 +304,23 @@ def copied(part: Any) -> Any:
 
 def is_written(copy: Any) -> bool:
     return any(x._version for x in leaves(copy, Tensor, objects=True) if not x.is_inference())
+
+
+def gather(engine: Any, values: Any) -> Any:
+    """The `values` of all data ranks on every rank, for metrics: tensors with a row for each row of
+    a rank's batch, nested as in a batch, joined along dim 0 in the order of the data ranks, which
+    may have different numbers of rows. Called by all ranks; the values are copied over the host.
+    Raises InputError for other values than tensors and numbers, each of which counts as a row.
+    """
+    for x in tree_leaves(values):
+        if not isinstance(x, Tensor | int | float):
+            raise bad(
+                f"a {type(x).__name__} in engine.gather, which joins rows",
+                "tensors with a row for each row of the batch, and numbers",
+                "engine.gather((predictions, labels))",
+            )
+    own = tree_map(lambda x: torch.atleast_1d(torch.as_tensor(x).detach().cpu()), values)
+    with engine.ledger.phase("check"):
+        every = dict(all_gather_object((engine.data_rank, own), engine.world))
+    parts = [every[rank] for rank in range(engine.data_ranks)]
+    return on_device(tree_map(lambda *of: torch.cat(of), *parts), engine.world.device)

@@ -349,6 +349,8 @@ class Engine:
             own.put_back()
             self.data.computes_loss = False
 
+    gather = shares.gather
+
     def wait(self) -> None:
         self.data.units.wait()
 

@@ -3,6 +3,7 @@
 import math
 from collections import UserDict
 from functools import partial
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -285,3 +286,33 @@ def test_a_loss_in_fp32_is_rounded_as_in_one_process(plan: str, clip: float | No
     """To the digits of fp32, if ranks have unequal numbers of tokens, which change in each step."""
     case = Case(f"{plan} fp64", clip=clip, steps=4, **ADAMW)
     equals_one(run_threads, Task(batch=changing, loss=in_fp32), case, 1e-6)
+
+
+def epochs(world: World, plan: str, resumed: dict[str, Any] | None, stops: int) -> Any:
+    """The global batches of two epochs of ten samples, as far as batch `stops`, and the state."""
+    model = nn.Linear(1, 1, dtype=torch.float64)
+    engine = sw.parallelize(model, f"{plan} fp64", world, optimizer=sw.SGD(lr=0.0))
+    data = [(torch.tensor([float(i)]), i) for i in range(10)]
+    loader, seen = sw.Loader(data, engine, 4, seed=3, drop_last=False), list[list[int]]()
+    if resumed is not None:
+        loader.load_state_dict(resumed)
+    while loader.epoch < 2 and len(seen) < stops:
+        for x, number in loader:
+            assert x[:, 0].tolist() == number.tolist()
+            seen.append(engine.gather({"numbers": number})["numbers"].tolist())
+            if len(seen) == stops:
+                break
+    return seen, loader.state_dict()
+
+
+def test_a_loader_resumes_within_an_epoch_on_other_ranks():
+    """The same global batches, the last of two rows for three ranks; each epoch has each sample."""
+    whole, _ = run_threads(3, epochs, "dp3", None, 99)[2]
+    assert list(map(len, whole)) == [4, 4, 2] * 2
+    assert [sorted(chain(*whole[i : i + 3])) for i in (0, 3)] == [list(range(10))] * 2
+    assert whole[:3] != whole[3:]
+    (first, state), *_ = run_threads(2, epochs, "dp2", None, 2)
+    (rest, _), *_ = run_threads(4, epochs, "dp2 cp2", state, 99)
+    assert first + rest == whole
+    with pytest.raises(InputError, match="without a length"):
+        sw.Loader(iter([]), None, 4)  # type: ignore[arg-type]
