@@ -61,10 +61,10 @@ class Loader:
         return rows // self.batch if self.drop_last else -(-rows // self.batch)
 
     def __iter__(self) -> Iterator[Any]:
-        rows = torch.arange(len(self.dataset))
-        if self.shuffle:
-            generator = torch.Generator().manual_seed(self.seed + self.epoch)
-            rows = rows[torch.randperm(len(rows), generator=generator)]
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        count = len(self.dataset)
+        order = torch.randperm(count, generator=generator, dtype=torch.int64, device="cpu")
+        rows = order if self.shuffle else order.sort().values
         every = rows.split(self.batch)[self.done : len(self)]
         own = [part.tensor_split(self.ranks)[self.place].tolist() for part in every]
         made: Any = None
