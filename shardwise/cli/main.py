@@ -33,7 +33,6 @@ from shardwise.core.errors import InputError, RankError, RunError, bad
 from shardwise.core.tools.arguments import suggest
 
 if TYPE_CHECKING:
-    from shardwise.comm.start.launch import Ended
     from shardwise.comm.start.worker import StopSignal
     from shardwise.train.config import Config
     from shardwise.train.prepare import RunStart
@@ -293,16 +292,7 @@ def _train(
             return 0
         if ranks == 1:
             return _train_here(settings, settled, stop, locked=True)
-        before = _metrics_mtime_ns(settings.folder)
-        ended = _launch(config, overrides, start, ranks)
-        if ended.killed:
-            print(f"shardwise: {_kept(settings)}", file=sys.stderr, flush=True)
-        code = ended.code
-        # a signal may have killed ranks before they installed a handler
-        stop.leaving = code > 128 and _metrics_mtime_ns(settings.folder) in (0, before)
-        if stop.leaving:
-            raise KeyboardInterrupt
-        return code
+        return _launch(config, overrides, start, ranks)
 
 
 def _dry_run(
@@ -344,26 +334,7 @@ def _ranks(settings: "Config", nproc: int | None) -> int:
     return nproc or Plan.parse(settings.plan.text).size
 
 
-def _kept(settings: "Config") -> str:
-    from shardwise.checkpoint.folder import CHECKPOINTS, all_in, step_of
-    from shardwise.train.metrics import read
-
-    saved, records = all_in(settings.folder / CHECKPOINTS), read(settings.folder)
-    step, last = step_of(saved[-1]) if saved else 0, records[-1].step if records else 0
-    kept = (
-        f"keeps {saved[-1].name}, and --resume continues from it" if saved else "has no checkpoint"
-    )
-    lost = f"; {last - step} later steps are lost" if last > step else ""
-    return f"the run in {settings.folder} {kept}{lost}"
-
-
-def _metrics_mtime_ns(folder: Path) -> int:
-    """A number that changes when a run records a step."""
-    file = folder / "metrics.jsonl"
-    return file.stat().st_mtime_ns if file.exists() else 0
-
-
-def _launch(config: Path, overrides: Sequence[str], start: "RunStart", ranks: int) -> "Ended":
+def _launch(config: Path, overrides: Sequence[str], start: "RunStart", ranks: int) -> int:
     from shardwise.comm.start.launch import launch
 
     argv = ["train", str(config)]

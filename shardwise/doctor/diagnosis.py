@@ -12,7 +12,7 @@ from torch.cuda import nccl
 
 import shardwise
 from shardwise.comm.link_times import slow_ranks
-from shardwise.comm.start.hosts import host_number
+from shardwise.comm.start.rendezvous import host_number
 from shardwise.comm.tiers.disk_bandwidth import DiskBandwidth
 from shardwise.comm.tiers.host_memory import free_bytes, limit_bytes
 from shardwise.comm.torch_links import available_backends

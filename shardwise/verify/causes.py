@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.batch import split
@@ -15,7 +16,6 @@ from shardwise.models.trainable import Trainable
 from shardwise.verify.finding import Finding
 from shardwise.verify.not_comparable import without_dropout
 from shardwise.verify.oracles.batches import SEED
-from shardwise.verify.oracles.ties import Calls, Inside
 from shardwise.verify.parity import BUILDING, alone_of
 
 #: The rows of the batches that are tried, and the relative difference of equal losses.
@@ -72,8 +72,10 @@ def drawn(trial: Trial) -> str:
         )
     if first == other:
         return ""
+    with FirstDraw() as draw:
+        trial.loss(batch, 1)
     return (
-        f"The forward pass draws random numbers ({_first_draw(trial) or 'of torch'}), and each "
+        f"The forward pass draws random numbers ({draw.name or 'of torch'}), and each "
         "rank draws its own, so no plan gives the numbers of one process. Dropout as a module, "
         "nn.Dropout, is set to 0 by the proof; a call of torch.nn.functional.dropout or torch.rand "
         "is not. To prove the rest, make its rate an attribute whose name has `drop` in it, or "
@@ -81,22 +83,17 @@ def drawn(trial: Trial) -> str:
     )
 
 
-def _first_draw(trial: Trial) -> str:
-    """The first function that changes the state of torch's generator, and the module around it."""
-    found = list[str]()
+class FirstDraw(TorchFunctionMode):
+    """`name`: the first function that changes the state of torch's generator."""
 
-    def call(inside: Inside, func: Any, args: Any, kwargs: Any) -> Any:
-        """Call a function, and note whether it draws."""
+    name = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = torch.get_rng_state()
-        out = func(*args, **kwargs)
-        if not torch.equal(before, torch.get_rng_state()):
-            of = f" in {inside.name}" if inside.name else ""
-            found.append(getattr(func, "__name__", str(func)) + of)
+        out = func(*args, **(kwargs or {}))
+        if not self.name and not torch.equal(before, torch.get_rng_state()):
+            self.name = getattr(func, "__name__", str(func))
         return out
-
-    with Calls(trial.model, call):
-        trial.loss(trial.batches[0], 1)
-    return next(iter(found), "")
 
 
 def carried(trial: Trial) -> str:

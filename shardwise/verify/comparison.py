@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -25,7 +24,7 @@ from shardwise.engine.checks import hint
 from shardwise.engine.engine import Engine
 from shardwise.engine.state.box import Box
 from shardwise.observe.dry_twin import DryTwin, sent_bytes
-from shardwise.techniques.expert.apply import experts_in, layers_of
+from shardwise.techniques.expert.apply import layers_of
 from shardwise.verify.costs import Costs
 from shardwise.verify.difference import Wholes, compared, ratio, scalar
 from shardwise.verify.finding import NEVER, BoxPlace, Errors, Finding, Parts, renamed
@@ -37,7 +36,6 @@ from shardwise.verify.oracles.oracle import Oracle, in_eval_mode
 from shardwise.verify.oracles.oracles import LOSS_SCALE, Oracles
 from shardwise.verify.oracles.recipe import factor_of
 from shardwise.verify.oracles.replay import Replay, published
-from shardwise.verify.oracles.routes import Routes
 from shardwise.verify.records import (
     EngineStep,
     OracleStep,
@@ -70,7 +68,6 @@ class Comparison:
         nearest = self.oracles.nearest.model  # in the precision of the run
         self.choices = Choices(nearest)
         self.first = {name: b.clone() for name, b in nearest.named_buffers()}
-        self.routes = Routes(self.oracles)
         self.uses = self._uses()
 
     def _uses(self) -> textbook.Uses:
@@ -94,12 +91,10 @@ class Comparison:
             self.rate(engine, factor_of(step))
         idle, theory = division.idle, self.dry.step(engine, own, division.counts(whole))
         with bounded(engine, step) as clip, hint.sharded(engine.plan, lambda: None):
-            metrics = drawn(step, lambda: self.routes.run(engine, lambda: engine.step(own)))
-        self.routes.follow(engine, division.counts(whole))
+            metrics = drawn(step, lambda: engine.step(own))
         expected = [
             drawn(step, lambda o=o: OracleStep.of(o, whole, clip, idle)) for o in self.oracles.all
         ]
-        self.errors += self.routes.errors()
         self.alone.append(expected[0].loss)
         mine = EngineStep.last(engine, metrics)
         self.errors += step_errors(step + 1, mine, expected, self.oracles.unit)
@@ -123,15 +118,12 @@ class Comparison:
         before = self.states(engine, copied=True)
         kept = (engine.scale.value, engine.scale.good) == (LOSS_SCALE, engine.steps)
         engine.scale.value = OVERFLOW
-        whole, own, division = self.shared(engine, 0)
-        run = partial(self.routes.run, engine, lambda: engine.step(own))
-        skipped = drawn(step, run).skipped
+        whole, own, _ = self.shared(engine, 0)
+        skipped = drawn(step, lambda: engine.step(own)).skipped
         same = skipped and all(map(torch.equal, before, self.states(engine)))
-        self.routes.follow(engine, division.counts(whole))
         for oracle in self.oracles.all:
             assert isinstance(oracle, Oracle)
             drawn(step, lambda o=oracle: o.skip(whole))
-        self.errors += self.routes.errors()
         self.choices.seen.clear()
         halved = (engine.scale.value, engine.scale.good) == (OVERFLOW / 2, 0)
         engine.scale.value, engine.scale.good = LOSS_SCALE, engine.scale.patience - 1
@@ -191,8 +183,7 @@ class Comparison:
         """
         whole, own, division = shared
         theory = self.dry.evaluate(own, replace(division, microbatches=1).counts(whole))
-        run = partial(self.routes.run, engine, lambda: engine.evaluate(own))
-        found = drawn(step, run)
+        found = drawn(step, lambda: engine.evaluate(own))
         self.choices.evaluated.clear()
 
         def evaluated(oracle: Any) -> float:
@@ -204,9 +195,7 @@ class Comparison:
                 for own in oracle.of_ranks(whole, division.idle)
             )
 
-        self.routes.follow(engine, replace(division, microbatches=1).counts(whole))
         losses = [drawn(step, lambda o=o: evaluated(o)) for o in self.oracles.all]
-        self.errors += self.routes.errors()
         tokens = [float(self.oracles.exact.task.tokens(whole))] * len(losses)
         for what, number, wanted in zip(("loss", "tokens"), found, (losses, tokens), strict=True):
             unit = self.oracles.unit
@@ -226,7 +215,6 @@ class Comparison:
             if isinstance(oracle, Oracle):  # to save has finished a delayed update
                 oracle.finish()
         after = self.apart()
-        after.routes.watch(engine)
         exact = self.oracles.unit == 0 or not isinstance(self.oracles.exact, Oracle)
         update = None if exact else Replay.before(engine)
         after.step(engine, step, loaded=True)
@@ -304,12 +292,8 @@ class Comparison:
         ranks = engine.data_ranks, engine.data_rank
         nearest = self.oracles.nearest
         like = torch.zeros_like(expected_outputs(nearest, few, *ranks))
-        run = partial(engine.outputs, lambda m: returned(nearest, m, few), like)
-        found = self.routes.run(engine, run)
-        copies = engine.data_ranks if experts_in(nearest.model) else 1
-        self.routes.follow(engine, [(ROWS,) * copies])
+        found = engine.outputs(lambda m: returned(nearest, m, few), like)
         wanted = [expected_outputs(oracle, few, *ranks) for oracle in self.oracles.all]
-        self.errors += self.routes.errors()
         shape = tuple(found.shape)
         box = Box("outputs/outputs", shape, (0,) * found.dim(), shape, found)
         outputs = [{"outputs": values} for values in wanted]
@@ -328,7 +312,6 @@ def compare(
     dry run of `ours`. `fresh()`: another engine and its dry run, to load a checkpoint.
     """
     so_far = Comparison(oracles, dry, batch, [], [])
-    so_far.routes.watch(ours)
     looks = so_far.apart()  # shown after the states
     offload = ours.plan.offloaded
     # an evaluation finishes the first delayed update: a step comes before it

@@ -19,6 +19,7 @@ from shardwise.models.trainable import Trainable
 from shardwise.models.user import place_of
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.data.wrap_policy import choose
+from shardwise.techniques.expert.apply import experts_in
 from shardwise.techniques.pipeline import stage_module, weight_stashing
 from shardwise.techniques.recompute import apply as recomputation
 from shardwise.techniques.tensor import apply as tensor_parallel
@@ -55,6 +56,13 @@ def _trained(model: str | Trainable, plan: Plan) -> nn.Module:
     trainable = find(model)
     trainable.require_memory(TENSORS * (8 if plan.precision == "fp64" else 4))
     _require_seeded(trainable)
+    if plan.precision in ("bf16", "fp16") and experts_in(trainable.plain()):
+        raise bad(
+            f"a proof in {plan.precision} of a mixture of experts: rounding sends tokens of "
+            "nearly equal scores to other experts than in one process",
+            "fp64 or fp32 for models with experts",
+            f"'{replace(plan, precision='fp64')}'",
+        )
     name = trainable.name
     if isinstance(model, str) and model.partition(":")[0] == "gpt":  # ours; a step may take long
         return trainable.build()

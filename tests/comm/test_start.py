@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from operator import itemgetter
@@ -98,11 +98,9 @@ def test_a_host_whose_link_is_down_ends_all_ranks():
         said = [process.communicate(timeout=40)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [1] * 4
     for text in said[:2]:
-        found = re.search("rank [23] failed: its process .* another host, (.*), which does n", text)
-        assert found is not None and found[1] == HOSTS[1]
+        assert re.search("rank [23] failed: its process .* another host, which is frozen", text)
     for text in said[2:]:
-        store = "on rank 0 or in its launcher" in text or "rank 0 failed: its process" in text
-        assert store and f"host, {HOSTS[0]}, " in text and "not answer any more" in text
+        assert "on rank 0 or in its launcher" in text or "rank 0 failed: its process" in text
 
 
 @pytest.mark.full
@@ -131,48 +129,27 @@ def test_ranks_that_do_not_start_are_named():
 # --- the meeting ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def listener() -> Iterator[int]:
-    """A port on which a program listens that is no store."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
-        yield listening.getsockname()[1]
-
-
 def start(rank: int, port: int, host: str = "127.0.0.1") -> Start:
     return Start(rank, 2, rank, host, port)
 
 
-@pytest.mark.cases(5)
 @pytest.mark.parametrize(
-    ("of_port", "said"),
-    [
-        (lambda port: start(0, port), r"MASTER_PORT=\d+, which another.*MASTER_PORT=\d+ on all"),
-        (lambda port: start(1, port), "another program seems to listen: it accepts connections"),
-        (lambda _: start(1, 1), r"rank 1 waited 1 s .* from 127\.0\.0\.1, port 1: "),
-        (lambda _: start(0, 29500, "nowhere.invalid"), r"MASTER_ADDR=nowhere\.invalid, which is"),
-        (lambda _: start(1, 29500, "nowhere.invalid"), r"MASTER_ADDR=nowhere\.invalid, which is"),
-    ],
-    ids=["a port in use", "no store", "nobody listens", "no host of rank 0", "no host"],
+    ("rank", "host", "port"), [(1, "127.0.0.1", 1), (1, "nowhere.invalid", 29500)]
 )
-def test_an_address_that_cannot_be_is_told(
-    of_port: Callable[[int], Start], said: str, listener: int
-):
-    """With what was waited for and why it did not come; torch's client would wait without limit."""
-    with pytest.raises(InputError, match=said):
-        meet(of_port(listener), Limits(start_s=1))
+def test_an_address_that_cannot_be_is_told(rank: int, host: str, port: int):
+    """With what was waited for, after the time limit."""
+    with pytest.raises(InputError, match=f"rank {rank} waited 1 s .*MASTER_ADDR={host}"):
+        meet(start(rank, port, host), Limits(start_s=1))
 
 
-def test_two_processes_of_one_rank_are_told():
-    """The second of them is refused."""
-    port = free_port()
-    with ThreadPoolExecutor() as ranks:
-        first = ranks.submit(meet, start(0, port), Limits(start_s=30))
-        stores = meet(start(1, port), Limits()), first.result()
-    assert all(isinstance(store, PrefixStore) for store in stores)
-    with pytest.raises(InputError, match="two processes with rank 1 at one address"):
-        meet(start(1, port), Limits(start_s=1))
+def test_a_port_in_use_is_told():
+    """By the rank that would serve the store there."""
+    with socket.socket() as listening:
+        listening.bind(("", 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        with pytest.raises(InputError, match=f"MASTER_PORT={port}: .*uses the port"):
+            meet(start(0, port), Limits(start_s=1))
 
 
 def test_each_meeting_at_an_agents_store_is_of_its_own(monkeypatch: pytest.MonkeyPatch):

@@ -18,7 +18,7 @@ import shardwise as sw
 from benchmarks.meters import sent_bytes
 from shardwise.comm.gloo.gloo import Gloo
 from shardwise.comm.move import all_gather, all_reduce
-from shardwise.comm.start.hosts import host_number
+from shardwise.comm.start.rendezvous import host_number
 from shardwise.comm.torch_links import TorchLinks
 from shardwise.comm.world import World, alone, device_of_rank, init, traced, world_of
 from shardwise.core.errors import InputError

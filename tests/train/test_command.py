@@ -11,7 +11,6 @@ import pytest
 
 from shardwise.cli import main as cli
 from shardwise.cli.main import EXAMPLES
-from shardwise.comm.start.launch import Ended
 from shardwise.comm.start.worker import NOTHING
 from shardwise.train import config
 from shardwise.train.metrics import read
@@ -268,23 +267,6 @@ def test_a_signal_in_start_up_ends_the_command_with_exit_code_0(
     argv = configured(tmp_path, "--nproc", ranks, "--plan", f"dp{ranks}")
     assert ended(capsys, *argv) == (0, f"{NOTHING}\n", "")
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(("trained", "code"), [(False, 0), (True, 143)])
-def test_ranks_that_a_signal_ended_before_they_listened_have_trained_nothing(
-    trained: bool, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    """The launcher's 128 + 15 is a clean end where no step was recorded, and only there."""
-
-    def launched(*_: object, **__: object) -> Ended:
-        if trained:
-            (tmp_path / "run").mkdir(exist_ok=True)
-            (tmp_path / "run" / "metrics.jsonl").write_text("{}")
-        return Ended(143)
-
-    monkeypatch.setattr("shardwise.comm.start.launch.launch", launched)
-    found, out, _ = ended(capsys, *configured(tmp_path, "--nproc", "2"))
-    assert (found, NOTHING in out) == (code, not trained)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -9,14 +9,13 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from benchmarks import meters as interface
 from shardwise.comm.ledger import rank_bytes
@@ -30,11 +29,11 @@ from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.techniques.expert.apply import layers_of
 from shardwise.techniques.expert.gate import GATES
-from shardwise.techniques.expert.moe_layer import ExpertPlace, MoE, name_layers
+from shardwise.techniques.expert.moe_layer import ExpertPlace, name_layers
 from shardwise.verify.coverage import uncovered
 from shardwise.verify.finding import BoxPlace
 from shardwise.verify.oracles.batches import Division, ragged, rows_of_step
-from shardwise.verify.oracles.mixture_oracle import Follow, Mixture
+from shardwise.verify.oracles.mixture_oracle import Mixture
 from shardwise.verify.parity import dry_twin, engine_of, equal_share, with_early_delays
 from tests.verify import micro
 from tests.verify.test_command import shortly
@@ -103,50 +102,6 @@ def test_the_oracle_is_the_layer(gate: str):
         torch.testing.assert_close([*layer.buffers()], [*oracle.buffers()], rtol=0, atol=0)
     evaluated = [trainable.loss(model.eval(), batch) for model in (layer, oracle)]
     torch.testing.assert_close(*evaluated, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("gate", [*GATES, *SMALL])
-def test_the_oracle_follows_choices_that_are_nearly_ties(gate: str):
-    """It takes the choices of a layer with rounded logits, which are as near as the rounding."""
-    layer, exact, rounded = (first_layer(gate) for _ in range(3))
-    for one in (layer, rounded):
-        round_scores(one)
-    torch.manual_seed(0)
-    x = torch.randn(512, 64, dtype=torch.float64)
-    ids = torch.arange(512) % 4 if gate.startswith(("hash", "assigned")) else None
-    seen = choices(layer, layer, x, ids)
-    followed: list[Follow] = []
-    for one in (exact, rounded):
-        followed.append(Follow(seen.experts, seen.positions))
-        mixture = Mixture(one)
-        mixture.follow(followed[-1:])
-        chosen = choices(one, mixture, x, ids)
-        assert torch.equal(chosen.experts, seen.experts)
-        assert torch.equal(chosen.positions, seen.positions)
-    scores = zip(*(follow.scores for follow in followed), strict=True)
-    error = max((float((a - b).abs().max()) for a, b in scores), default=0.0)
-    assert followed[0].gap <= 2 * error
-    assert followed[1].gap == 0
-
-
-def first_layer(gate: str) -> MoE:
-    model = find(f"moe:{gate}").build().double()
-    name_layers(model)
-    return next(iter(layers_of(model).values()))
-
-
-@torch.no_grad()
-def round_scores(layer: MoE) -> None:
-    for name, x in [*layer.named_parameters(), *layer.named_buffers()]:
-        if name.startswith(("router", "spread", "centroids")):
-            x.copy_(x.bfloat16())
-
-
-def choices(layer: MoE, forward: Callable[..., Any], x: Tensor, ids: Tensor | None) -> Any:
-    seen: list[Any] = []
-    layer.place = replace(layer.place, on_routing=seen.append)
-    forward(x, ids)
-    return seen[0]
 
 
 @pytest.mark.full

@@ -28,8 +28,7 @@ from torch import Tensor
 
 from shardwise.comm.gloo.mailbox import CODES, HEAD, KINDS, Arrival, Inbox, MailboxMemory, Outbox
 from shardwise.comm.ledger import Line
-from shardwise.comm.start.hosts import host_number, process
-from shardwise.comm.start.rendezvous import read_limits
+from shardwise.comm.start.rendezvous import host_number, process, read_limits
 from shardwise.comm.transport import call_name, naming, rank_name
 from shardwise.core.errors import OtherCallError, bad
 

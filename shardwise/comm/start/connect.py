@@ -13,17 +13,14 @@ restarts cannot be the id, since an agent does not count a restart for another h
 """
 
 import os
-import socket
-import threading
 import time
 import uuid
 from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed.elastic.utils.distributed import get_free_port
 
 from shardwise.comm.start.rendezvous import Limits, Start, launched
-from shardwise.core.errors import InputError, bad
+from shardwise.core.errors import InputError
 from shardwise.core.tools.arguments import rank_names
 
 _GLANCE_S = 0.05
@@ -39,9 +36,17 @@ def meet(start: Start, limits: Limits) -> Store:
     limit_s = limits.patience_s if launched() else limits.start_s
     deadline = time.monotonic() + limit_s
     waited = f"rank {start.rank} waited {limit_s:.0f} s (SHARDWISE_START_TIMEOUT_S)"
-    ours = start.rank == 0 and not _of_agent()
-    _reach(start, deadline, waited, ours)
-    store = _store(start, deadline, waited, ours)
+    ours = start.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    flags = {"is_master": ours, "wait_for_workers": False, "multi_tenant": ours}
+    try:
+        rest = timedelta(seconds=limit_s)
+        store = TCPStore(start.host, start.port, start.size, timeout=rest, **flags)
+    except RuntimeError as error:
+        raise InputError(
+            f"{waited} for the run's store at MASTER_ADDR={start.host}, MASTER_PORT={start.port}: "
+            f"{str(error).splitlines()[0]}. Rank 0 or its launcher has not started, the address is "
+            "wrong on this rank, or another program uses the port"
+        ) from error
     asked = PrefixStore("shardwise", store)
     try:
         answer = (_ask if start.rank else _lead)(asked, start, deadline)
@@ -56,91 +61,17 @@ def meet(start: Start, limits: Limits) -> Store:
     return PrefixStore(f"shardwise/run/{answer}", store)
 
 
-def _of_agent() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-
-
-def _reach(start: Start, deadline: float, waited: str, ours: bool) -> None:
-    """Return when a server listens at the address.  If it is `ours`, check only the host's name.
-    torch's own client would print warnings while it retries.
-    """
-    host, port, why = start.host, start.port, ""
-    while time.monotonic() < deadline:
-        try:
-            if ours:
-                socket.getaddrinfo(host, port)
-            else:
-                socket.create_connection((host, port), deadline - time.monotonic()).close()
-            return
-        except socket.gaierror as error:
-            raise bad(
-                f"MASTER_ADDR={host}, which is the address of no host ({error.strerror})",
-                "the name or address of rank 0's host, the same on all ranks",
-                "export MASTER_ADDR=127.0.0.1 if all ranks are on one host",
-            ) from error
-        except OSError as error:
-            why = error.strerror or str(error)
-            time.sleep(_GLANCE_S)
-    raise InputError(
-        f"{waited} for an answer from {host}, port {port}: {why}. Rank 0 or its launcher has not "
-        "started, or MASTER_ADDR and MASTER_PORT are wrong on this rank"
-    )
-
-
-def _store(start: Start, deadline: float, waited: str, ours: bool) -> TCPStore:
-    rest_s = max(1.0, deadline - time.monotonic())
-    outcome: list[TCPStore | str] = ["it accepts connections but does not answer"]
-
-    def _connect() -> None:
-        flags = {"is_master": ours, "wait_for_workers": False, "multi_tenant": ours}
-        try:
-            rest = timedelta(seconds=rest_s)
-            outcome[0] = TCPStore(start.host, start.port, start.size, timeout=rest, **flags)
-        except RuntimeError as error:
-            outcome[0] = str(error).splitlines()[0]
-
-    # in a thread, because TCPStore waits forever for a server that accepts but never answers
-    thread = threading.Thread(target=_connect, name="start", daemon=True)
-    thread.start()
-    thread.join(rest_s)
-    result = outcome[0]
-    if isinstance(result, TCPStore):
-        return result
-    if "EADDRINUSE" in result:
-        raise bad(
-            f"MASTER_PORT={start.port}, which another program on this host uses",
-            "a port that is free on rank 0's host",
-            f"export MASTER_PORT={get_free_port()} on all ranks",
-        )
-    raise InputError(
-        f"{waited} for the run's store at {start.host}, port {start.port}, where another program "
-        f"seems to listen: {result}. Use a MASTER_PORT that is free on rank 0's host"
-    )
-
-
 def _ask(store: Store, start: Start, deadline: float) -> str:
-    """What rank 0 answers: the id of this meeting, or the ranks that are missing.
-    Raises InputError if another process is this rank: in rank 0's store if the meeting is over, in
-    an agent's, which may still know an earlier meeting, if in addition nobody answers in time.
-    """
+    """What rank 0 answers: the id of this meeting, or the ranks that are missing."""
     nonce = uuid.uuid4().hex
-    while True:
+    while time.monotonic() < deadline + _LATER_S:
         store.set(f"asks/{start.rank}", nonce)
-        late, over = time.monotonic() > deadline + _LATER_S, store.check(["over"])
         if store.check([f"answer/{nonce}"]):
             return store.get(f"answer/{nonce}").decode()
-        if over and (late or not _of_agent()):
-            name = f"{socket.gethostname()}, process {os.getpid()}"
-            raise bad(
-                f"two processes with rank {start.rank} at one address ({name} is the second)",
-                "one process for each rank, and a different port for each run",
-                "a different RANK, or another MASTER_PORT",
-            )
-        if late:
-            absent = [0, *_absent(store, start.size)]
-            store.delete_key(f"asks/{start.rank}")
-            return rank_names(absent)
         time.sleep(_GLANCE_S)
+    absent = [0, *_absent(store, start.size)]
+    store.delete_key(f"asks/{start.rank}")
+    return rank_names(absent)
 
 
 def _lead(store: Store, start: Start, deadline: float) -> str:
@@ -151,7 +82,6 @@ def _lead(store: Store, start: Start, deadline: float) -> str:
     answer = rank_names(absent) if absent else uuid.uuid4().hex
     for rank in set(range(1, start.size)).difference(absent):
         store.set(f"answer/{store.get(f'asks/{rank}').decode()}", answer)
-    store.set("over", "")
     time.sleep(_TOLD_S if absent else 0.0)
     return answer
 

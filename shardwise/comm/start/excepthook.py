@@ -5,8 +5,7 @@
 Python would print a traceback on every rank.  Instead rank 0 prints the paragraph and the others
 stay silent.  If rank 0 has no such error, the rank that has it prints it with its number.  Ranks
 that lose their connection to one that has printed print nothing.  The process exits with code 2,
-after its atexit handlers have run and its open files are written.  torchrun adds its own report,
-which a worker cannot prevent; it refers to the paragraph.
+after its atexit handlers have run and its open files are written.  torchrun adds its own report.
 
 Ranks that made different calls (OtherCallError), or whose peer is gone, each print a paragraph,
 which names their own line, and exit with code 1.
@@ -15,7 +14,6 @@ which names their own line, and exit with code 1.
 import atexit
 import gc
 import io
-import json
 import os
 import re
 import signal
@@ -96,7 +94,6 @@ def _excepthook(
         where = [f"rank {failed_rank}"] if failed_rank else []
         text = ": ".join(["shardwise", *where, *_script_line(trace), str(error)])
         print(text, file=sys.stderr, flush=True)
-        _tell_torchrun(rank)
     code = 2 if refused else 1
     if size > 1 and not (refused or rank):
         time.sleep(_GRACE_S)  # rank 0 has the store, which other ranks need to print theirs
@@ -140,14 +137,6 @@ def _printed(key: str, more: int) -> int:
         return dist.distributed_c10d._get_default_store().add(key, more)
     except (RuntimeError, ValueError):
         return 0
-
-
-def _tell_torchrun(rank: int) -> None:
-    message = f"InputError: see the paragraph that rank {rank} has printed"
-    details = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
-    with suppress(KeyError, OSError):
-        path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
-        path.write_text(json.dumps({"message": details}), encoding="utf-8")
 
 
 # --- the first cause of a failure -----------------------------------------------------------------

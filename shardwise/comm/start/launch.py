@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -27,7 +27,6 @@ from shardwise.comm.start.excepthook import (
     Failure,
     death_text,
     described,
-    ended,
     first_cause,
     install_excepthook,
 )
@@ -35,9 +34,7 @@ from shardwise.comm.start.peers import reported_failure
 from shardwise.comm.start.rendezvous import (
     LAUNCHER,
     read_limits,
-    require_interfaces,
     require_local,
-    require_loopback,
 )
 from shardwise.comm.start.worker import SIGNALS, StopSignal, Work, run, run_command
 from shardwise.core.errors import InputError, RankError, bad
@@ -101,17 +98,9 @@ def can_fork(device: str = "cpu") -> bool:
     return sys.platform == "linux" and device == "cpu" and not torch.cuda.is_available()
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How the ranks of a command ended: one exit code, and whether some were killed."""
-
-    code: int
-    killed: bool = False
-
-
-def launch(argv: Sequence[str], nproc: int, module: str = "shardwise.cli.main") -> Ended:
-    """Run the command `main()` of `module` with `argv` as `nproc` ranks; return how they ended.
-    The code is 0 if every rank exited with 0, otherwise that of the rank that failed first, whose
+def launch(argv: Sequence[str], nproc: int, module: str = "shardwise.cli.main") -> int:
+    """Run the command `main()` of `module` with `argv` as `nproc` ranks; return one exit code.
+    It is 0 if every rank exited with 0, otherwise that of the rank that failed first, whose
     error is printed once.  Error output of rank 0 appears as it is written, that of other ranks
     only if they fail first.  The first signal of worker.py is forwarded as SIGTERM, and the ranks
     have `save_s` to save and leave.  A second Ctrl-C kills them at once, with the code 130.
@@ -123,24 +112,24 @@ def launch(argv: Sequence[str], nproc: int, module: str = "shardwise.cli.main") 
             started.run(nproc, work, None, stop, quiet=True)
     except KeyboardInterrupt:
         print("the ranks were killed by a second Ctrl-C", file=sys.stderr)
-        return Ended(130, killed=True)
+        return 130
     if started.results() is not None:
-        return Ended(0)
+        return 0
     failures = started.failures()
     if not failures:
         late = rank_names([rank.number for rank in started.ranks if rank.killed])
         limit = f"{read_limits().save_s:.0f} s (SHARDWISE_SAVE_TIMEOUT_S)"
         print(f"{late} did not end within {limit} after the signal: killed", file=sys.stderr)
-        return Ended(1, killed=True)
+        return 1
     first = first_cause(failures)
     if stop.received and -(started.ranks[first.rank].process.exitcode or 0) in SIGNALS:
-        return Ended(128 + stop.number)
+        return 128 + stop.number
     if first.code is not None:  # it has printed its error; that of rank 0 is on the screen
         if not any(each.rank == 0 and each.code == first.code for each in failures):
             print(first.output or f"rank {first.rank} failed: {first.text}", file=sys.stderr)
-        return Ended(first.code)
+        return first.code
     print(RankError(first.rank, described(failures, first)), file=sys.stderr)
-    return Ended(1, killed=True)
+    return 1
 
 
 def require_ranks(ranks: int, device: str | None) -> None:
@@ -161,9 +150,6 @@ def require_ranks(ranks: int, device: str | None) -> None:
             f"ranks={gpus}, or {on_cpu}" if gpus else on_cpu,
         )
     require_local(ranks)
-    require_interfaces()
-    if ranks > 1:
-        require_loopback()
     read_limits()
 
 
@@ -229,14 +215,6 @@ class Rank:
         with suppress(OSError):  # it has just died
             self.pipe.send_bytes(b"")
 
-    def late_exit(self) -> str:
-        """How the process ended if it aborted or was killed after all results were there."""
-        if self.killed:
-            return f"rank {self.number} was killed: its process did not end after it had returned\n"
-        if not (code := self.process.exitcode):
-            return ""
-        return f"rank {self.number} {ended(code)} after it had returned; its result stands\n"
-
     def _output(self) -> str:
         size = os.fstat(self.file.fileno()).st_size
         return os.pread(self.file.fileno(), size, 0).decode(errors="replace").strip()
@@ -280,8 +258,6 @@ class Ranks:
             self._watch(stop or StopSignal())
         finally:
             self._kill()
-        if self.results() is not None:
-            print("".join(rank.late_exit() for rank in self.ranks), end="", file=sys.stderr)
 
     def results(self) -> list[bytes] | None:
         results = [rank.outcome for rank in self.ranks if isinstance(rank.outcome, bytes)]

@@ -1,14 +1,12 @@
 """Ranks that watch each other's heartbeats: signs of life, with the place where the program is.
 
     rank 0  <---->  rank 1, rank 2, ...       the first rank that has not left watches all others,
-                                              and they watch it, and the ranks before and after them
-                                              on their host, whose processes they see
+                                              and they watch it
 
 A monitor ends the run in these cases:
 
-    no heartbeat for `frozen_s`, and the process is stopped or has ended
-    no heartbeat for `frozen_s` from another host, which does not answer any more
-    no heartbeat for 4 `frozen_s`, and the process neither uses nor waits for a processor; of a
+    no heartbeat for `frozen_s`, and the process, on the same host, is stopped or has ended
+    no heartbeat for 3 `frozen_s`, and the process neither uses nor waits for a processor; of a
       process on another host nothing but the heartbeats is known
     some ranks have waited for `patience_s` in one collective, and another does not join it
     every rank that has not left waits in a collective, and no message moves
@@ -39,13 +37,12 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError, distributed_c10d
 
 from shardwise.comm.ledger import Ledger
-from shardwise.comm.start.hosts import Reach, address_towards, host_number, process
-from shardwise.comm.start.rendezvous import Limits, launched
+from shardwise.comm.start.rendezvous import Limits, host_number, launched, process
 from shardwise.core.tools.arguments import rank_names
 
 PEERS = "peers"  # the name of the threads
 _PREFIX, _REPORT = "shardwise/heartbeats", "report"
-_UNSURE = 4  # times `frozen_s`, where a process may be computing, or the store may be slow
+_UNSURE = 3  # times `frozen_s`, where a process may be computing, or the store may be slow
 _LINGER = 3  # heartbeats in which every rank reads why the run ends
 _GLANCE_S = 0.05
 #: How long every rank waits before the run ends: if some rank has left, and if none has.
@@ -56,7 +53,6 @@ _LEFT_S, _ALL_S = 3.0, 10.0
 class Heartbeat:
     """The `count`-th heartbeat of a rank, from process `pid` on `host` (see `host_number`).
 
-    address   of the host, "" if unknown
     calls     where the rank is; it has waited for `waits_s` in one collective, for `idle_s` of them
               without the use of a processor
     left      the rank has ended normally, and sends no more
@@ -71,14 +67,13 @@ class Heartbeat:
     idle_s: float = 0.0
     left: bool = False
     sent: str = ""
-    address: str = ""
 
 
 class HeartbeatMonitor:
-    """Watches one rank; `host` is the monitor's own host number, `reach` knows other hosts."""
+    """Watches one rank; `host` is the monitor's own host number."""
 
-    def __init__(self, limits: Limits, host: int, reach: Reach | None = None) -> None:
-        self.limits, self.host, self.reach = limits, host, reach or Reach()
+    def __init__(self, limits: Limits, host: int) -> None:
+        self.limits, self.host = limits, host
         self.beat: Heartbeat | None = None
         self._silent_s = self._idle_s = self._cpu_s = 0.0
 
@@ -88,8 +83,6 @@ class HeartbeatMonitor:
         """
         elapsed_s = min(elapsed_s, 2 * self.limits.heartbeat_s)
         if beat.left or beat != self.beat:
-            if beat.host != self.host:
-                self.reach.know(beat.address)
             self.beat, self._silent_s, self._idle_s = beat, 0.0, 0.0
             return ""
         self._silent_s += elapsed_s
@@ -103,8 +96,6 @@ class HeartbeatMonitor:
             why = "has ended without leaving the run (killed, perhaps)"
         elif state == "T" and long:
             why = "is stopped (by SIGSTOP or the like)"
-        elif long and not local and self.reach.lost(beat.address):
-            why = f"is on another host, {beat.address}, which does not answer any more"
         elif self._idle_s >= _UNSURE * self.limits.frozen_s:
             why = "does not run" if local else "is on another host, which is frozen or unreachable"
         else:
@@ -158,17 +149,10 @@ class Peers:
         self.store: Store = connected.clone()  # a wait on a shared connection would block others
         self.store.set_timeout(timedelta(seconds=limits.frozen_s))
         self.call_stack = CallStack(threading.get_ident(), gpu)
-        served, self.reach = _innermost(store), Reach()
-        assert isinstance(served, TCPStore)
-        # the first rank is beside the store, or in the host of the agent that serves it
-        self.store_host = "" if self.launched else served.host
-        address = self.store_host if not rank else address_towards(served.host, served.port)
-        self.reach.know(self.store_host)
-        self.beat = Heartbeat(0, os.getpid(), host_number(), address=address)
-        self.monitors = [HeartbeatMonitor(limits, self.beat.host, self.reach) for _ in range(size)]
+        self.beat = Heartbeat(0, os.getpid(), host_number())
+        self.monitors = [HeartbeatMonitor(limits, self.beat.host) for _ in range(size)]
         self.ledgers = WeakSet[Ledger]()
         self.first = 0  # the first rank that has not left
-        self.beside: set[int] = set()
         self.rounds, self.closed = 0, ""
         self._send(self.beat)
         self.stopped = threading.Event()
@@ -220,28 +204,20 @@ class Peers:
         while not self.stopped.wait(self.limits.heartbeat_s):
             silent_s = silent_s + self.limits.heartbeat_s if self.rounds == seen else 0.0
             seen = self.rounds
-            if self.first or silent_s <= self.limits.frozen_s:
-                continue
-            silence = f"not answered for {silent_s:.0f} s (SHARDWISE_FROZEN_S)"
-            if self.closed:
-                why = f"closed, and rank 0 has not left the run: it was lost ({self.closed})"
-            elif self.reach.lost(self.store_host):
-                why = f"{silence}. Its host, {self.store_host}, does not answer any more"
-            elif silent_s > _UNSURE * self.limits.frozen_s:
-                why = f"{silence}. Its process is frozen or unreachable"
-            else:
-                continue
-            self._end(
-                f"the run's store, on rank 0 or in its launcher, has {why}. "
-                f"Rank {self.rank} was in {self.call_stack.calls()}"
-            )
+            most_s = (1 if self.closed else _UNSURE) * self.limits.frozen_s
+            if not self.first and silent_s > most_s:
+                why = f"closed ({self.closed})" if self.closed else "not answered"
+                self._end(
+                    f"the run's store, on rank 0 or in its launcher, has {why}, since "
+                    f"{silent_s:.0f} s (SHARDWISE_FROZEN_S): it was lost or is unreachable. "
+                    f"Rank {self.rank} was in {self.call_stack.calls()}"
+                )
 
     def _check(self, elapsed_s: float) -> None:
         if self.store.check([_REPORT]) and not self.launched:
             self._end_together(self.store.get(_REPORT))
         watches_all = self.first == self.rank
-        ranks = range(self.size) if watches_all else sorted({self.first, *self._neighbours()})
-        beats = self._heartbeats(ranks)
+        beats = self._heartbeats(range(self.size) if watches_all else [self.first])
         if not watches_all and beats[self.first].left:
             self.first += 1
             return
@@ -255,17 +231,6 @@ class Peers:
             report = self.store.compare_set(_REPORT, "", own.decode())
             if not self.launched:
                 self._end_together(report, whole=report == own)
-
-    def _neighbours(self) -> set[int]:
-        """The ranks before and after this one on its host, or in the world until all have begun."""
-        if not self.beside:
-            if not self.store.check([f"beat/{rank}" for rank in range(self.size)]):
-                return {self.rank - 1, (self.rank + 1) % self.size}
-            beats = self._heartbeats(range(self.size)).items()
-            here = [rank for rank, beat in beats if beat.host == self.beat.host]
-            place = here.index(self.rank)
-            self.beside = {here[place - 1], here[(place + 1) % len(here)]}
-        return self.beside
 
     def _send(self, beat: Heartbeat) -> None:
         self.store.set(f"beat/{self.rank}", json.dumps(asdict(beat)))

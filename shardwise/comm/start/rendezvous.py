@@ -10,13 +10,13 @@ srun has SLURM_STEP_NUM_TASKS, so that variable decides, and a step of one task 
 
 import os
 import re
-import socket
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import blake2b
 from math import inf
+from pathlib import Path
 
-from shardwise.comm.start.hosts import usable_cores
 from shardwise.core.errors import bad
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -27,8 +27,6 @@ LAUNCHER = "SHARDWISE_LAUNCHER"
 _PORTS = range(15000, 32000)
 #: The most processes on one machine: the larger of these, per machine and per processor core.
 _PER_MACHINE, _PER_CORE = 64, 8
-#: Seconds within which a host answers itself.
-_ANSWER_S = 5.0
 #: The variable of each time limit.
 _LIMITS = {
     "start_s": "SHARDWISE_START_TIMEOUT_S",
@@ -184,32 +182,6 @@ def _seconds(variables: Mapping[str, str], field: str) -> float:
     )
 
 
-def require_interfaces() -> None:
-    """Raise InputError if GLOO_SOCKET_IFNAME names an interface that this host does not have."""
-    given = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    here = [name for _, name in socket.if_nameindex()]
-    if absent := [name for name in given.split(",") if name and name not in here]:
-        raise bad(
-            f"GLOO_SOCKET_IFNAME={given} in the environment, and no interface {absent[0]} on "
-            f"{socket.gethostname()}",
-            f"interfaces of this host: {', '.join(here) or 'it has none'}",
-            f"export GLOO_SOCKET_IFNAME={here[-1]}" if here else "a host with a network",
-        )
-
-
-def require_loopback() -> None:
-    """Raise InputError if processes of this host do not reach each other by `localhost`."""
-    try:
-        with socket.create_server(("localhost", 0)) as server:
-            socket.create_connection(server.getsockname()[:2], _ANSWER_S).close()
-    except OSError as error:
-        raise bad(
-            f"'localhost', by which processes of this host do not reach each other ({error})",
-            "a loopback interface that is up",
-            "ip link set lo up",
-        ) from None
-
-
 def require_local(ranks: int) -> None:
     """Raise InputError if so many processes on this machine are surely a mistake."""
     cores = usable_cores()
@@ -232,3 +204,35 @@ def require_cores(ranks: int, plan: str) -> None:
             f"up to {cores} processes without --nproc, and more with it",
             f"--nproc {ranks}",
         )
+
+
+# --- hosts and processes --------------------------------------------------------------------------
+
+
+def process(pid: int) -> tuple[str, float]:
+    """The state of a process, as in proc(5) ("X": gone, "?": unknown), and its CPU seconds."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError:
+        return ("X" if Path("/proc/self/stat").exists() else "?"), 0.0
+    except OSError:
+        return "?", 0.0
+    return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def usable_cores() -> int:
+    """The processor cores that this process may use: a batch system may give it some of them."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def host_number() -> int:
+    """A number shared by all processes with the same memory, network and pids; 0 if unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        spaces = [str(Path(f"/proc/self/ns/{kind}").stat().st_ino) for kind in ("net", "pid")]
+    except OSError:
+        return 0
+    scope = " ".join([boot, *spaces])
+    return int.from_bytes(blake2b(scope.encode(), digest_size=7).digest(), "big")

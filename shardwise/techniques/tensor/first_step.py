@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.move import all_gather, begin_sum, broadcast
 from shardwise.comm.parameter import parameter_like
-from shardwise.comm.start.hosts import host_number
+from shardwise.comm.start.rendezvous import host_number
 from shardwise.comm.tiers import host_memory
 from shardwise.comm.tiers.host_memory import doubles_on
 from shardwise.comm.unchanged import generators_of, kept_values, seeded

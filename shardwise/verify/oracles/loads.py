@@ -129,14 +129,3 @@ class Routed:
         self.oracle.step(batch, self.clip)
         torch.manual_seed(seed)
         return self.choices.loads(batch, self.plan)
-
-
-def of_positions(parts: Sequence[Tensor], rows: int, plan: Plan) -> Tensor:
-    """Join the ranks' positions, [rows, t, K] or [rows t, K] each, in the order of the sequence."""
-    flat = parts[0].dim() < 3
-    by_row = [x.view(rows, -1, *x.shape[1 if flat else 2 :]) for x in parts]
-    whole = torch.cat(by_row, 1)
-    cut = cut_of(whole.shape[1], plan.context).on(0)
-    order = torch.cat([part(torch.arange(whole.shape[1]), cut, k) for k in range(plan.cp)])
-    found = whole[:, order.argsort()]
-    return found.flatten(0, 1) if flat else found

@@ -5,9 +5,6 @@
     for each expert     y[token] += weight * down(silu(gate x) * up x)
     loss                sums over all tokens of the batch                              `_losses`
 
-In 16 bits it takes a run's choices in place of its own, and notes how near to ties they are
-(routes.py).
-
 Like oracle.py it imports nothing of the package. It reads the parameters, the buffers and the gate
 (its name and numbers) of the layer whose forward it replaces, and changes the same buffers.
 
@@ -16,8 +13,7 @@ Like oracle.py it imports nothing of the package. It reads the parameters, the b
 
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -48,67 +44,15 @@ class Chosen:
     counted: int
 
 
-@dataclass
-class Follow:
-    """One pass that takes the choices of a run.
-
-    experts    [N, K] in the order of the layer's own choices
-    positions  [N, K] their places in the queues of the experts; -1: not computed
-    scores     the numbers whose largest are chosen, for each choice that was made
-    gap        the largest difference of score between the run's choice and the own choice in its
-               place: 0 if they are the same choices, and small if they are nearly a tie
-    """
-
-    experts: Tensor
-    positions: Tensor
-    scores: list[Tensor] = field(default_factory=list[Tensor])
-    gap: float = 0.0
-
-    def choose(self, scores: Tensor, own: Tensor, other: Tensor) -> Tensor:
-        """The run's choices `other` in place of `own`, if valid: indices of `scores` in dim -1."""
-        order = other.sort(-1).values if other.shape == own.shape else other
-        if other.shape != own.shape or (order.diff(dim=-1) == 0).any():
-            return own
-        apart = scores.detach().gather(-1, own) - scores.detach().gather(-1, other)
-        self.note(scores, float(apart.abs().max()) if apart.numel() else 0.0)
-        return other
-
-    def cross(self, x: Tensor) -> Tensor:
-        """`x`, moved just across 0 wherever the run has the other sign. `experts` says where the
-        run is positive, once for each rank that computes the same columns.
-        """
-        positive = self.experts.to(x.device)[..., : x.shape[-1]] if x.dim() else self.experts
-        if positive.shape != x.shape:
-            return x
-        apart, tiny = positive != (x > 0), torch.finfo(x.dtype).tiny
-        self.note(x, float(x.detach()[apart].abs().max()) if apart.any() else 0.0)
-        side = torch.where(positive, tiny, -tiny).to(x.dtype)
-        return torch.where(apart, x - x.detach() + side, x) if apart.any() else x
-
-    def note(self, scores: Tensor, gap: float) -> None:
-        self.scores.append(scores.detach())
-        self.gap = max(self.gap, gap)
-
-
 class Mixture:
-    """The forward of `layer`, a mixture of experts, in one process. Its next passes follow those in
-    `following`, in order; without any it makes its own choices.
-    """
+    """The forward of `layer`, a mixture of experts, in one process."""
 
     def __init__(self, layer: Any) -> None:
         self.layer, self.gate = layer, layer.gate
-        self.following: list[Follow] = []
-        self.passes = 0  # of them that were made
-        self.now: Follow | None = None
-
-    def follow(self, passes: Sequence[Follow]) -> None:
-        self.following, self.passes = [*passes], 0
 
     def __call__(self, x: Tensor, target: Tensor | None = None) -> tuple[Tensor, Tensor]:
         layer = self.layer
         x_ND = x.flatten(0, -2)
-        self.now = self.following[self.passes] if self.passes < len(self.following) else None
-        self.passes += 1
         dtype = torch.promote_types(x.dtype, torch.float32)
         logits_NE = x_ND.new_zeros(len(x_ND), self.gate.experts, dtype=dtype)
         if layer.router is not None:
@@ -144,7 +88,7 @@ class Mixture:
             experts = self._assigned(x_ND, ids_N).unsqueeze(-1)
             weights = torch.ones_like(experts, dtype=p_NE.dtype)
         elif name == "argmax":
-            experts = self._largest(logits_NE, 1)
+            experts = logits_NE.topk(1).indices
             weights = torch.ones_like(experts, dtype=p_NE.dtype)
         elif name == "sigmoid":
             p_NE, experts, weights = self._by_sigmoid(logits_NE)
@@ -153,10 +97,10 @@ class Mixture:
                 spread = functional.softplus(functional.linear(x_ND, self.layer.spread.weight))
                 logits_NE = logits_NE + self._normal(len(x_ND)).to(logits_NE) * spread
                 p_NE = logits_NE.softmax(-1)
-            experts = self._largest(logits_NE, k)
+            experts = logits_NE.topk(k).indices
             weights = logits_NE.gather(-1, experts).softmax(-1)
         else:
-            experts = self._largest(p_NE, k)
+            experts = p_NE.topk(k).indices
             weights = p_NE.gather(-1, experts)
             if name in ("topk-renormalised", "gshard"):
                 weights = weights / weights.sum(-1, keepdim=True)
@@ -164,7 +108,8 @@ class Mixture:
             counted = 1
             if self.layer.training:
                 draws = torch.tensor(self._uniform(range(len(x_ND))), dtype=torch.float64)
-                wanted = self._seconds(experts, 2 * weights[:, 1].detach().double().cpu() - draws)
+                second = 2 * weights[:, 1].detach().double().cpu() > draws
+                wanted = torch.stack([torch.ones_like(second), second], 1).to(experts.device)
         wanted = torch.ones_like(experts, dtype=torch.bool) if wanted is None else wanted
         positions = self._queue(experts, wanted)
         return Chosen(experts, weights, p_NE, positions, wanted, counted)
@@ -184,27 +129,6 @@ class Mixture:
         found = torch.tensor(places, dtype=torch.int64, device=experts_NK.device)
         return found.view(n, k)
 
-    def _largest(self, scores_NE: Tensor, k: int) -> Tensor:
-        """The experts of the k largest scores of each token, or those that a run chose."""
-        own = scores_NE.topk(k).indices
-        return own if self.now is None else self.now.choose(scores_NE, own, self.now.experts)
-
-    def _seconds(self, experts_N2: Tensor, above_N: Tensor) -> Tensor:
-        """Which choices are used: a second one if `above_N` is above 0, or as in a run."""
-        own, device = above_N > 0, experts_N2.device
-        wanted = torch.stack([torch.ones_like(own), own], 1).to(device)
-        now = self.now
-        if now is None or now.positions.shape != wanted.shape:
-            return wanted
-        computed = now.positions >= 0
-        used = wanted | computed
-        # the run did not want a choice that it left out while its expert had room
-        while (left := used & ~computed & (self._queue(experts_N2, used) >= 0))[:, 1].any():
-            used.view(-1)[2 * int(left[:, 1].nonzero()[0]) + 1] = False
-        changed = above_N[(used[:, 1] != wanted[:, 1]).cpu()].abs()
-        now.note(above_N, float(changed.max()) if len(changed) else 0.0)
-        return used
-
     def _room(self, n: int) -> float:
         factor, choices = self.gate.capacity, n * self.gate.k
         return math.inf if factor is None else math.ceil(factor * choices / self.gate.experts)
@@ -213,7 +137,7 @@ class Mixture:
         if self.gate.name == "cluster":
             centroids = self.layer.centroids.double()
             apart = x_ND.detach().double().unsqueeze(1) - centroids
-            return self._largest(-apart.square().sum(-1), 1).squeeze(-1)
+            return apart.square().sum(-1).argmin(-1)
         assert ids_N is not None
         if self.gate.name != "hash":
             return ids_N.long()
@@ -226,7 +150,7 @@ class Mixture:
         if layer.training:
             before = layer.choices.to(layer.bias)
             layer.bias += layer.bias_rate * torch.sign(before.mean() - before)
-        experts = self._largest(scores + layer.bias.to(scores), self.gate.k)
+        experts = (scores + layer.bias.to(scores)).topk(self.gate.k).indices
         if layer.training:
             counts = experts.flatten().bincount(minlength=self.gate.experts)
             layer.choices.copy_(counts)
@@ -242,16 +166,9 @@ class Mixture:
         for expert in range(experts):
             scores = p_NE[:, expert].detach()
             order = scores.float().argsort(descending=True, stable=True)[:room]
-            if self.now is not None:
-                order = self.now.choose(scores, order, self._taken(expert))
             places[order, expert] = torch.arange(len(order), device=places.device)
         all_NE = torch.arange(experts, device=places.device).expand(n, experts)
         return Chosen(all_NE, p_NE * (places >= 0), p_NE, places, places >= 0, experts)
-
-    def _taken(self, expert: int) -> Tensor:
-        assert self.now is not None
-        places = self.now.positions[:, expert]
-        return places.argsort(stable=True)[int((places < 0).sum()) :]
 
     # --- random numbers -----------------------------------------------------------------------
 

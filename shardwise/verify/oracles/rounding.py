@@ -29,8 +29,6 @@ The second rule detects wrong scales: the error of a gradient that is 3 % too la
 along the tensor, while the component of rounding errors is about 1/sqrt(n) of their norm; if alone
 is 3 % too, it increases the norm of the error only by sqrt(2).
 
-In a mixture of experts all three runs send each token to the same experts (routes.py).
-
 Two floors keep alone from being small by chance: the unit roundoff (2^-8 in bf16, 2^-11 in fp16)
 times the norm of the tensor; and, for few elements, the relative error of all small tensors.
 """

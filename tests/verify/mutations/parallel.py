@@ -218,11 +218,8 @@ ROWS |= {
     ),
     "another stage's input [pp2 interleaved:2x2]": another_stages_input,
     # --- mixtures of experts, in the layer that one process has too -------------------------------
-    # in 16 bits the oracle follows the choices of the run
-    "the next expert [dp2 ep2 bf16 of moe]": next_expert,
-    "the next expert of one [dp2 ep2 bf16 of moe]": chosen(first_to_the_next),
-    "a capacity of one more, in bf16 [dp2 ep2 bf16 of moe]": one_more,
-    "a router without a gradient, in bf16 [dp2 ep2 bf16 of moe]": without_a_gradient,
+    "the next expert [dp2 ep2 of moe]": next_expert,
+    "the next expert of one [dp2 ep2 of moe]": chosen(first_to_the_next),
     "a router without a gradient [dp2 ep2 of moe]": without_a_gradient,
     "a capacity of one more [dp2 ep2 of moe]": one_more,
     # the k weights are divided by the sum of all E probabilities, which is 1
