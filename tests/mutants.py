@@ -42,7 +42,7 @@ OPTIONS = ["-q", "-p", "no:cacheprovider", "--tb=no", "-p", "tests.mutated", "-m
 #: Tests that put mutations of their own into the package.
 OWN = "tests/verify/test_mutations.py"
 #: What the process that forks has imported.
-IMPORTED = ("pytest", "torch._dynamo", "torch.distributed.run", "jinja2")
+IMPORTED = ("pytest", "torch._dynamo", "torch.distributed.run", "markdown_it")
 
 
 @dataclass(frozen=True)

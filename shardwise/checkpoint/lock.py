@@ -34,11 +34,11 @@ class LockedError(Exception):
 
 
 @contextmanager
-def only_writer(path: Path, file: Path) -> Iterator[None]:
+def only_writer(path: Path, file: Path, patience_s: float = 0.0) -> Iterator[None]:
     """Hold the lock `file` of the folder `path`."""
     with ExitStack() as held:
         try:
-            held.enter_context(locked(file))
+            held.enter_context(locked(file, patience_s))
         except LockedError as error:
             raise bad(
                 f"'{path}', where another process is writing ({error})",

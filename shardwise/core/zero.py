@@ -245,10 +245,6 @@ def step_moves(row: Row, numel: int, n: int, microbatches: int = 1) -> list[Move
     return [move for move in moves if move.what != "keep"]
 
 
-#: By precision, the bytes per parameter of the parameter, its gradient and AdamW's state.
-STATE_BYTES: Final = {"fp64": (8, 8, 16), "fp32": (4, 4, 8), "bf16": (2, 2, 12), "fp16": (2, 2, 12)}
-
-
 def bytes_per_parameter(
     row: Row, n: int, param_bytes: float = 2, grad_bytes: float = 2, optim_bytes: float = 12
 ) -> float:

@@ -1,10 +1,7 @@
-"""Which TrainingArguments a plan honours, and the optimizer that they ask for.
+"""Which TrainingArguments a plan refuses, and the optimizer that they ask for.
 
-Each field is in exactly one of three groups.
-
-HONOURED   Trainer's own code reads the field, as without a plan
-MAPPED     the field is translated into the plan, the optimizer's specification or the data shares
-REFUSED    any value but the default is an error, which says what to write instead
+Trainer's own code reads the other fields, or they are translated into the plan, the optimizer's
+specification and the data shares (docs/how-to/trainer.md).
 """
 
 import re
@@ -19,44 +16,12 @@ from shardwise.core.errors import Problem, bad, refusal
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.optimizer.optimizer_spec import Optim, OptimizerSpec
 
-HONOURED: Final = frozenset(
-    (
-        *("output_dir", "run_name", "project", "seed", "full_determinism", "use_cpu", "tf32"),
-        *("num_train_epochs", "max_steps", "do_train", "do_eval", "do_predict", "local_rank"),
-        *("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
-        *("label_smoothing_factor", "label_names", "use_cache", "remove_unused_columns"),
-        *("logging_strategy", "logging_steps", "logging_first_step", "log_on_each_node"),
-        *("log_level", "log_level_replica", "disable_tqdm", "report_to", "skip_memory_metrics"),
-        *("include_num_input_tokens_seen", "trackio_space_id", "trackio_bucket_id"),
-        *("trackio_static_space_id", "eval_strategy", "eval_steps", "eval_delay"),
-        *("eval_on_start", "prediction_loss_only", "eval_do_concat_batches"),
-        *("eval_accumulation_steps", "include_for_metrics", "batch_eval_metrics"),
-        *("save_strategy", "save_steps", "save_total_limit", "resume_from_checkpoint"),
-        *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
-        *("ignore_data_skip", "restore_callback_states_from_checkpoint", "push_to_hub"),
-        *("hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push"),
-        *("hub_revision", "ddp_backend", "ddp_timeout", "length_column_name"),
-        *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
-        *("dataloader_prefetch_factor", "dataloader_multiprocessing_context"),
-        "dataloader_in_order",
-    )
-)
-MAPPED: Final = frozenset(
-    (
-        *("per_device_train_batch_size", "per_device_eval_batch_size", "data_seed"),
-        *("dataloader_drop_last", "train_sampling_strategy", "average_tokens_across_devices"),
-        *("gradient_accumulation_steps", "bf16", "max_grad_norm", "logging_nan_inf_filter"),
-        *("optim", "optim_args", "learning_rate", "weight_decay"),
-        *("adam_beta1", "adam_beta2", "adam_epsilon", "save_only_model"),
-    )
-)
-
 _RECOMPUTE = 'plan="zero3 recompute:full"'
 _COMPILE = "a loop of your own with a compiled model and sw.parallelize"
 _PRECISION = "a precision of the plan: plan='zero3 bf16' or plan='zero3 fp16'"
 _ROWS = 'the word of the plan ("ddp", "zero1" to "zero3") instead of torch\'s wrapper'
 _LOADER = "the default, since the plan decides which rows a rank reads"
-#: What to write instead of each refused field.
+#: What to write instead of each field that must have its default.
 REFUSED: Final = {
     **dict.fromkeys(("fp16", "fp16_full_eval", "bf16_full_eval"), _PRECISION),
     "activation_checkpointing": _RECOMPUTE,

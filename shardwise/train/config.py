@@ -147,17 +147,9 @@ def _problem(error: dict[str, Any], values: Mapping[str, Any]) -> Problem:
 
 
 def _nearest_keys(key: str) -> list[str]:
-    section, dot, name = key.rpartition(".")
-    name = name if dot else key
     keys = [f"{part}.{each}" for part in Config.model_fields for each in _keys(part)]
-    if key in Config.model_fields:
-        return [f"{key}.{_keys(key)[0]}"]
-    if same := [each for each in keys if each.partition(".")[2] == name]:
-        return same
-    if here := suggest(name, _keys(section), 0.5) if dot else None:
-        return [f"{section}.{here}"]
-    near = suggest(name, {each.partition(".")[2]: each for each in keys}, 0.5)
-    return [each for each in keys if each.endswith(f".{near}")] or ["train.steps"]
+    same = [each for each in keys if each.endswith(f".{key.rpartition('.')[2]}")]
+    return same or [suggest(key, keys, 0.5) or "train.steps"]
 
 
 def _keys(section: str) -> list[str]:

@@ -28,8 +28,7 @@ from shardwise.train.config import Config
 from shardwise.train.config_sections import TrainSection
 from shardwise.train.data.data import Rows, padded
 from shardwise.train.prepare import PreparedRun
-from shardwise.train.progress import size_text
-from shardwise.train.sizes import on_meta, state_bytes
+from shardwise.train.sizes import on_meta
 
 Batch = dict[str, Tensor]
 
@@ -41,12 +40,11 @@ def build(prepared: PreparedRun, world: World) -> Engine:
     except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError on a CPU
         if isinstance(error, RuntimeError) and "alloc" not in str(error).lower().split("\n")[0]:
             raise
-        count, held = decoder.parameters(prepared.sizes), state_bytes(prepared.sizes, prepared.plan)
         raise RunError(
-            f"Rank {world.rank} ran out of memory for its part of a model of {count:,} parameters, "
-            f"whose state takes {size_text(held)} on the {world.size} "
-            f"rank{'s' * (world.size > 1)} of '{prepared.plan}' ({str(error).splitlines()[0]}). "
-            "A smaller model, or a plan that shards over more ranks, may fit."
+            f"Rank {world.rank} ran out of memory for its part of a model of "
+            f"{decoder.parameters(prepared.sizes):,} parameters under '{prepared.plan}' "
+            f"({str(error).splitlines()[0]}). A smaller model, or a plan that shards over more "
+            "ranks, may fit: --dry-run predicts the memory of a rank."
         ) from error
 
 

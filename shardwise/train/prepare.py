@@ -10,12 +10,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shardwise.checkpoint.lock import RUN_LOCK, LockedError, locked
-from shardwise.comm.start.rendezvous import environment
+from shardwise.checkpoint.lock import RUN_LOCK, only_writer
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
-from shardwise.core.tools.arguments import beside, setting
 from shardwise.prediction.cluster import cluster_of
 from shardwise.train import run_folder
 from shardwise.train.config import Config
@@ -147,7 +145,7 @@ def prepare(
     packed = tokenise(replace(source, most_bytes=most_bytes), config.data.tokens, config.cache)
 
     # imports torch, which takes seconds; the checks so far did not need it
-    from shardwise.train.sizes import model_sizes, require_fit, require_memory, run_table
+    from shardwise.train.sizes import model_sizes, require_fit, run_table
 
     sizes = model_sizes(config.model, packed.vocabulary.size, config.train.seed)
     check_fits(packed.vocabulary, sizes.vocabulary, config.model.name)
@@ -161,9 +159,6 @@ def prepare(
         )
     table = run_table(config.plan.table, sizes, plan)
     require_fit(sizes, plan, table)
-    # with ranks started by torchrun, only this rank is known to be on this machine
-    share = 1.0 if environment() is None else 1 / ranks
-    require_memory(config, sizes, plan, share)
     before = run_folder.config_of(config.folder) if start.resume else None
     if before is not None:
         check_same(model_sizes(before.model, packed.vocabulary.size), sizes)
@@ -181,14 +176,7 @@ def hold_folder(config: Config, start: RunStart, patience_s: float = 0.0) -> Ite
             if not path.exists():
                 settled = start.resolve_auto(config)
                 run_folder.check(config, settled.resume, settled.overwrite)
-            held.enter_context(locked(path, patience_s))
-        except LockedError as error:
-            raise bad(
-                f"run.folder = '{config.folder}', where another run is writing ({error})",
-                "a folder that no other run is using; nothing was changed",
-                f"{setting('run.folder', beside(config.folder))}, or the same command when that "
-                "run has ended",
-            ) from None
+            held.enter_context(only_writer(config.folder, path, patience_s))
         except OSError as error:
             raise unwritable_folder(config.folder, "run.folder", error) from None
         yield start.resolve_auto(config)

@@ -59,7 +59,8 @@ class Check(NamedTuple):
 
     def __str__(self) -> str:
         words = {True: "as predicted", False: "not as predicted", None: "not predicted"}
-        return f"{self.name}: {self.said or words[self.agrees]}"
+        mark = {True: "✓ ", False: "✗ ", None: ""}[self.agrees]
+        return f"{mark}{self.name}: {self.said or words[self.agrees]}"
 
 
 @dataclass(frozen=True)

@@ -3,24 +3,41 @@
 import re
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
-from importlib.resources import files
+from functools import partial
+from html import escape
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from jinja2 import Environment, StrictUndefined
-from markupsafe import Markup, escape
+from markdown_it import MarkdownIt
 
 from shardwise.train.data.packed import publish
 from shardwise.train.report_contents import ReportContents, ReportTable, Section
 from shardwise.train.run_folder import PAGE, REPORT
 
-TEMPLATE: Final = "report.html.jinja"
+#: What stands before the text of the page.
+HEAD: Final = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ max-width: 60rem; margin: 0 auto; padding: 1rem; font: 16px/1.5 system-ui, sans-serif; }}
+img {{ max-width: 100%; background: #fff; }}
+table {{ border-collapse: collapse; display: block; overflow-x: auto; }}
+th, td {{ text-align: left; padding: .3rem .9rem .3rem 0; border-bottom: 1px solid #8886; }}
+</style>
+"""
 
 
 def write(contents: ReportContents, folder: Path) -> list[str]:
     """Write the report into the run's folder; returns a sentence for each failure."""
     made = {s.picture: s.draw for s in contents.sections if s.draw is not None}
-    made |= {**contents.files, PAGE: lambda: page(contents, folder)}
+    text = markdown(contents)
+    made |= {**contents.files, PAGE: lambda: page(contents.title, text, folder)}
     failures = []
     for name, make in made.items():
         path = folder / name
@@ -30,7 +47,7 @@ def write(contents: ReportContents, folder: Path) -> list[str]:
         except Exception as error:  # noqa: BLE001  a library may raise anything; the run is saved
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             failures.append(f"{path} could not be made ({why})")
-    _write(folder / REPORT, lambda: markdown(contents))
+    _write(folder / REPORT, lambda: text)
     return failures
 
 
@@ -38,26 +55,18 @@ def _write(path: Path, make: Callable[[], str]) -> None:
     publish(path, lambda beside: beside.write_text(make(), encoding="utf-8"))
 
 
-def page(contents: ReportContents, folder: Path) -> str:
-    """The text of report.html, with the pictures in `folder`. The run's own text is escaped."""
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"code": _code}
-    source = files("shardwise.train").joinpath(TEMPLATE).read_text(encoding="utf-8")
-    shown = [(section, _picture(section, folder)) for section in contents.sections]
-    return environment.from_string(source).render(report=contents, sections=shown)
+def page(title: str, text: str, folder: Path) -> str:
+    """The text of report.html: that of report.md, with the pictures in `folder` inside."""
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    body = re.sub(r'<img src="([^"]*)" alt="([^"]*)" />', partial(_picture, folder), body)
+    return HEAD.format(title=escape(title)) + body
 
 
-def _picture(section: Section, folder: Path) -> str:
-    """In base64; "" if the section has none, or it was not made."""
-    file = folder / section.picture
-    return b64encode(file.read_bytes()).decode() if file.is_file() else ""
-
-
-def _code(text: str) -> Markup:
-    """The text with `backquoted` parts as code."""
-    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))  # noqa: S704  escaped
+def _picture(folder: Path, image: re.Match[str]) -> str:
+    """The picture in base64; nothing if it was not made."""
+    file = folder / image[1]
+    data = b64encode(file.read_bytes()).decode() if file.is_file() else ""
+    return f'<img alt="{image[2]}" src="data:image/svg+xml;base64,{data}">' if data else ""
 
 
 def markdown(contents: ReportContents) -> str:

@@ -1,6 +1,5 @@
-"""The sizes of a run's model, and the checks that it fits the plan and this machine."""
+"""The sizes of a run's model, and the check that it fits the plan."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -9,13 +8,11 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from shardwise.comm.tiers.host_memory import limit_bytes
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
-from shardwise.core.zero import STATE_BYTES, bytes_per_parameter
 from shardwise.derive.table import table_or_derived
 from shardwise.models import hf, moe, pretrained, user
-from shardwise.models.decoder import Sizes, build, loss_of, parameters
+from shardwise.models.decoder import Sizes, build, loss_of
 from shardwise.models.gpt import GPTConfig
 from shardwise.models.moe import MoEConfig
 from shardwise.models.pretrained import PUBLISHED
@@ -23,13 +20,10 @@ from shardwise.models.registry import NAMED, named_sizes, nearest
 from shardwise.techniques.expert import apply as expert_parallel
 from shardwise.techniques.tensor import apply as tensor_parallel
 from shardwise.techniques.tensor.tensor_table import Table
-from shardwise.train.config import Config
 from shardwise.train.config_sections import ModelSection
-from shardwise.train.progress import size_text
 from shardwise.verify.proof_options import table_in
 
 TABLE_ROWS: Final = 2  # of the batch from which a table is derived
-GPU_BYTES: Final = 2**39  # more than any GPU has
 _DEFAULT: Final = ModelSection().model_dump()
 #: Keys that only layers of experts read.
 OF_EXPERTS: Final = ("gate", "experts_per_token")
@@ -127,41 +121,6 @@ def _trained_on_text(sizes: MoEConfig) -> MoEConfig:
             "model.gate = 'hash'",
         )
     return sizes
-
-
-def state_bytes(sizes: Sizes, plan: Plan) -> int:
-    """A lower bound of the bytes on all ranks between steps: weights, gradients, Adam's state.
-    Excludes padding, parameters that tensor ranks replicate, activations, and states on a disk.
-    """
-    shard, states = plan.mesh.size_of(plan.shard_axis or "none"), plan.states
-    param, grad, optim = STATE_BYTES[plan.precision or "fp32"]
-    param *= states.param_tier != "disk"
-    if states.optim_tier == "disk":
-        grad = optim = 0
-    each = bytes_per_parameter(states, shard, param, grad, optim)
-    # tensor ranks and stages divide the parameters; the data ranks replicate each part,
-    # at least once for each group over which experts are distributed
-    return int(parameters(sizes) * each * plan.data_size / plan.ep)
-
-
-def machine_bytes(device: str) -> int:
-    """An upper bound of the memory of this machine, and of its GPUs if the run may use them."""
-    host_bytes = limit_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    # counting GPUs does not initialise CUDA; reading their memory would
-    return host_bytes + (0 if device == "cpu" else torch.cuda.device_count() * GPU_BYTES)
-
-
-def require_memory(config: Config, sizes: Sizes, plan: Plan, share: float) -> None:
-    """Raise InputError if the states of the plan's ranks here, `share` of all, cannot fit."""
-    needed, memory_bytes = state_bytes(sizes, plan) * share, machine_bytes(config.run.device)
-    if needed > memory_bytes:
-        raise bad(
-            f"the model {config.model.name} of {parameters(sizes):,} parameters under the plan "
-            f"'{plan}', which keeps {size_text(needed)} of weights, gradients and optimizer state "
-            f"on this machine, which has {size_text(memory_bytes)} of memory",
-            "a model whose state fits, with room for its activations",
-            "a smaller model; or a plan that shards over more machines",
-        )
 
 
 def on_meta(sizes: Sizes) -> nn.Module:

@@ -53,8 +53,7 @@ class Verify(ModuleType):
         """
         from shardwise.comm.start.launch import can_fork
         from shardwise.core.tools.arguments import choice
-        from shardwise.verify.command import verify
-        from shardwise.verify.own import model_of
+        from shardwise.verify.command import model_of, verify
         from shardwise.verify.proof_options import Options
 
         model = model_of(build, batch, loss, tokens)

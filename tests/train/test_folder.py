@@ -139,7 +139,7 @@ def test_a_folder_in_which_a_run_writes_is_refused(start: RunStart, tmp_path: Pa
     with hold_folder(run, RunStart()):
         run_folder.claim(run, overwrite=False)
         with (
-            pytest.raises(InputError, match=rf"another run is writing \({who}"),
+            pytest.raises(InputError, match=rf"another process is writing \({who}"),
             hold_folder(run, start),
         ):
             pass

@@ -10,11 +10,8 @@ import torch
 
 import shardwise as sw
 from shardwise.comm.world import World
-from shardwise.core.plan.plan import Plan
-from shardwise.models.gpt import SIZES, parameters
 from shardwise.train import config
 from shardwise.train.prepare import RunStart
-from shardwise.train.sizes import state_bytes
 from shardwise.train.summary import disk_line
 from tests.pool import run_gloo
 from tests.train import runs
@@ -100,22 +97,6 @@ def test_the_disk_counts_what_the_ledger_counts(tmp_path: Path) -> None:
     assert second == ""
     assert [line for _, line in run_gloo(2, used, str(tmp_path), "")] == ["", ""]
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("words", "each"),
-    [
-        ("dp2 zero2 offload:optim", 2 * 4 + 4 + 8),
-        ("dp2 zero2 offload:optim@disk", 2 * 4),
-        ("dp2 zero3 offload:param@disk", 0),
-        ("dp1 bf16 offload:param@disk", 0),
-        ("dp2 zero3 bf16 offload:param@disk", 0),
-    ],
-)
-def test_what_a_run_needs_is_known_before_it_starts(words: str, each: int) -> None:
-    """Bytes in memory, those that rest on a disk left out."""
-    sizes, plan = SIZES["tiny"], Plan.parse(words)
-    assert state_bytes(sizes, plan) == each * parameters(sizes)
 
 
 # --- profiles -----------------------------------------------------------------------------------

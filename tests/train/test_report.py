@@ -4,6 +4,7 @@ import io
 import json
 import re
 from dataclasses import replace
+from html import unescape
 from pathlib import Path
 
 import numpy as np
@@ -234,7 +235,7 @@ def test_the_page_loads_nothing_and_escapes_text(page: str):
     assert links and all(link.startswith("data:") for link in links)
     assert not re.search(r"<script|<iframe|<object|@import|url\(", page)
     assert "default-src 'none'" in page
-    assert "a&lt;script&gt;alert(1)&lt;script&gt;" in page
+    assert page.count("a&lt;script&gt;alert(1)&lt;script&gt;") == 2
 
 
 SECTIONS = ["Loss", "Memory", "Bytes", "Timeline", "Experts", "Plan"]
@@ -250,12 +251,12 @@ def test_the_page_and_the_markdown_say_the_same(run: Summary, page: str):
     for section in contents.sections:
         rows = section.table.rows if section.table else ()
         for said in (*section.sentences, *(cell for row in rows for cell in row)):
-            assert said.replace("'", "&#39;") in plain
+            assert said in unescape(plain)
             assert said.replace("|", "\\|") in text or said in text
-    assert contents.headline in page.partition("<h1>")[2].partition("</h1>")[0]
-    checks = ["memory between steps: as predicted", "bytes sent: as predicted"]
+    assert contents.headline in page.partition("<strong>")[2].partition("</strong>")[0]
+    checks = ["✓ memory between steps: as predicted", "✓ bytes sent: as predicted"]
     assert [str(check) for check in contents.checks] == checks
-    assert all(f"✓ {check}" in page for check in checks)
+    assert all(check in page for check in checks)
     # every word of the plan is explained, and the default of what no word says
     (table,) = (each.table for each in contents.sections if each.title == "Plan")
     assert table is not None

@@ -21,10 +21,9 @@ from shardwise.models.registry import find
 from shardwise.models.trainable import Loss, Trainable
 from shardwise.techniques.tensor.tensor_table import Table
 from shardwise.verify.causes import cause
-from shardwise.verify.command import verify
+from shardwise.verify.command import model_of, verify
 from shardwise.verify.costs import Costs
 from shardwise.verify.finding import Finding
-from shardwise.verify.own import model_of
 from shardwise.verify.parity import build_options
 from shardwise.verify.proof_options import Options, table_in
 from tests.train.runs import ended
