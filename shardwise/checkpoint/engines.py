@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.checkpoint import storage as reading
-from shardwise.checkpoint.failure import damaged
 from shardwise.checkpoint.folder import (
     CHECKPOINTS,
     SCALARS,
     all_in,
     as_path,
+    damaged,
     find,
     is_checkpoint,
     passed_over,

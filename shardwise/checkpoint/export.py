@@ -19,13 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from shardwise.checkpoint.failure import damaged
 from shardwise.checkpoint.folder import (
     CHECKPOINTS,
     SCALARS,
     TOKENIZER,
     TOKENIZER_FILES,
     all_in,
+    damaged,
     find,
     is_whole,
     remove,

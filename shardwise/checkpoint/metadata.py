@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from shardwise.checkpoint.failure import damaged, unread
-from shardwise.checkpoint.folder import METADATA
+from shardwise.checkpoint.folder import METADATA, damaged, unread
 from shardwise.checkpoint.save_plans import check_whole
 from shardwise.core.errors import open_regular
 

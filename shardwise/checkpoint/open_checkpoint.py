@@ -23,8 +23,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from shardwise.checkpoint import folder as folders
-from shardwise.checkpoint.failure import damaged, unread
-from shardwise.checkpoint.folder import MANIFEST, METADATA, SCALARS, find
+from shardwise.checkpoint.folder import MANIFEST, METADATA, SCALARS, damaged, find, unread
 from shardwise.checkpoint.metadata import Piece, pieces_of, read_metadata
 from shardwise.core.errors import bad, open_regular, read_text
 from shardwise.core.tools.arguments import is_count, short_repr

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from shardwise.checkpoint import folder as folders
-from shardwise.checkpoint.failure import LITTLE_BYTES, free_bytes, reason
+from shardwise.checkpoint.folder import LITTLE_BYTES, free_bytes, reason
 from shardwise.checkpoint.lock import SAVING_LOCK, only_writer
 from shardwise.checkpoint.save_plans import BoxSavePlanner, Pages
 from shardwise.checkpoint.storage import Publisher, Written

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from torch.futures import Future
 
 from shardwise.checkpoint import folder as folders
-from shardwise.checkpoint.failure import reason, unwritten
+from shardwise.checkpoint.folder import reason, unwritten
 from shardwise.checkpoint.metadata import Piece, read_piece
 from shardwise.checkpoint.open_checkpoint import (
     FORMAT,

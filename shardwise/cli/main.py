@@ -17,8 +17,6 @@ input are fast.
 import os
 import re
 import sys
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from errno import ENOSPC
 from importlib import import_module
@@ -28,7 +26,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 import shardwise
-from shardwise.comm.start.rendezvous import launched
 from shardwise.core.errors import InputError, RankError, RunError, bad
 from shardwise.core.tools.arguments import suggest
 
@@ -39,9 +36,6 @@ if TYPE_CHECKING:
 
 # the values of --resume
 ALWAYS, AUTO = "always", "auto"
-
-# how long the process may take to end after its command
-LINGER_S = 20.0
 
 # command: the module of its function, and its line in the help
 ELSEWHERE = {
@@ -63,14 +57,11 @@ CHECKPOINTS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the program. Always raises SystemExit, with the exit codes above."""
     given = list(sys.argv[1:] if argv is None else argv)
-    run_app(application(given), given, "shardwise", ends=argv is None)
+    run_app(application(given), given, "shardwise")
 
 
-def run_app(app: typer.Typer, given: Sequence[str], program: str, *, ends: bool = True) -> None:
-    """Run a command of `app`. Always raises SystemExit.
-
-    With `ends`, the process exits soon after it, even if a thread of a library still runs.
-    """
+def run_app(app: typer.Typer, given: Sequence[str], program: str) -> None:
+    """Run a command of `app`. Always raises SystemExit."""
     try:
         code = app(with_resume_value(given), standalone_mode=False, prog_name=program)
     except UsageError as error:
@@ -90,25 +81,7 @@ def run_app(app: typer.Typer, given: Sequence[str], program: str, *, ends: bool 
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is buffered, at the exit
         print(f"The output cannot be written ({error.strerror}).", file=sys.stderr)
         code = 1
-    if ends and not launched():  # our launcher ends its ranks itself
-        end_in(LINGER_S, code or 0)
     raise SystemExit(code or 0)
-
-
-def end_in(seconds: float, code: int) -> None:
-    """Exit this process after `seconds` if it still runs. A thread or exit handler of a library may
-    keep it alive, and torchrun would wait for it.
-    """
-
-    def _end() -> None:
-        time.sleep(seconds)
-        alive = [t.name for t in threading.enumerate() if not t.daemon and t.is_alive()]
-        by = f" by {', '.join(alive)}" if alive else ", perhaps by an exit handler"
-        print(f"the command is done, but its process is kept alive{by}: killed", file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(code)
-
-    threading.Thread(target=_end, name="end", daemon=True).start()
 
 
 def with_resume_value(given: Sequence[str]) -> list[str]:
@@ -273,7 +246,7 @@ def _train(
     config: Path, overrides: Sequence[str], start: "RunStart", nproc: int | None, stop: "StopSignal"
 ) -> int:
     """Train in this process, or start the ranks; returns the exit code."""
-    from shardwise.comm.start.rendezvous import environment, require_cores, require_local
+    from shardwise.comm.start.rendezvous import environment, launched, require_cores, require_local
     from shardwise.train.config import read
     from shardwise.train.prepare import hold_folder, prepare
     from shardwise.train.run_folder import finished_message

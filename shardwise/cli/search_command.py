@@ -161,11 +161,8 @@ def _nothing(found: "SearchResult", name: str) -> Exception:
         given += size_text(device.memory_bytes)
     elif found.refused:
         given += f"; the first is refused: {found.refused[0].reason}"
-    if found.fits_on is None:
-        return bad(given, "a model whose states fit", "a smaller model, or shorter rows")
-    batch = found.batch * found.fits_on // found.ranks
-    allowed = f"{found.fits_on} ranks, where a plan fits, with the batch in proportion"
-    return bad(given, allowed, f"--ranks {found.fits_on} --batch {batch}")
+    more = f"--ranks {2 * found.ranks} --batch {2 * found.batch}"
+    return bad(given, "more ranks, a smaller model, or shorter rows", more)
 
 
 def _show(

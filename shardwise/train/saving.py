@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from shardwise.checkpoint.engines import fill, planned_save
-from shardwise.checkpoint.failure import damaged
-from shardwise.checkpoint.folder import SCALARS, find, prune, step_of
+from shardwise.checkpoint.folder import SCALARS, damaged, find, prune, step_of
 from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint
 from shardwise.checkpoint.pending import FAILED_S, PendingCheckpoint
 from shardwise.checkpoint.save import PlannedSave

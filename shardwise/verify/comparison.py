@@ -33,8 +33,7 @@ from shardwise.verify.oracles.async_oracle import AsyncOracle
 from shardwise.verify.oracles.batches import IDLE_STEP, ROWS, SEED, Division, rows_of_step
 from shardwise.verify.oracles.loads import Choices
 from shardwise.verify.oracles.oracle import Oracle, in_eval_mode
-from shardwise.verify.oracles.oracles import LOSS_SCALE, Oracles
-from shardwise.verify.oracles.recipe import factor_of
+from shardwise.verify.oracles.oracles import LOSS_SCALE, Oracles, factor_of
 from shardwise.verify.records import (
     EngineStep,
     OracleStep,

@@ -41,8 +41,13 @@ from shardwise.verify.oracles import textbook
 from shardwise.verify.oracles.batches import ROWS, SEED, Division, ragged
 from shardwise.verify.oracles.loads import Routed
 from shardwise.verify.oracles.oracle import Microbatches, Oracle
-from shardwise.verify.oracles.oracles import LOSS_SCALE, Oracles, is_asynchronous, oracles_of
-from shardwise.verify.oracles.recipe import spec_of
+from shardwise.verify.oracles.oracles import (
+    LOSS_SCALE,
+    Oracles,
+    is_asynchronous,
+    oracles_of,
+    spec_of,
+)
 from shardwise.verify.proof_options import Options
 
 #: Ranks in threads share torch's global generator, which a model may use in __init__ and forward.

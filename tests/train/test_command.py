@@ -54,25 +54,6 @@ assert not heavy & set(sys.modules), heavy & set(sys.modules)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "keep",
-    [
-        "import atexit; atexit.register(time.sleep, 60)",
-        "threading.Thread(target=time.sleep, args=(60,)).start()",
-    ],
-)
-def test_a_process_that_outlives_its_command_is_ended(keep: str) -> None:
-    """By an exit handler or a thread of a library; the command's exit code stands."""
-    code = (
-        f"import sys, threading, time\n{keep}\nfrom shardwise.cli import main as cli\n"
-        "cli.LINGER_S, sys.argv = 0.5, ['shardwise', 'plan', 'dp2 zero4']\ncli.main()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30
-    )
-    assert done.returncode == 2 and "kept alive" in done.stderr, done
-
-
 def test_an_output_on_a_full_disk_is_one_line() -> None:
     """Exit code 1, without a traceback, also of what is written at the exit."""
     line = [sys.executable, "-m", "shardwise", "schedule", "gpipe"]

@@ -23,6 +23,8 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
 #: Our launcher sets this variable to its own pid in the ranks it starts.
 LAUNCHER = "SHARDWISE_LAUNCHER"
+#: The port of the meeting, and its range.
+_PORT = ("MASTER_PORT", 1, 2**16 - 1)
 #: Ports for Slurm jobs: above registered services, below the ephemeral ports of clients.
 _PORTS = range(15000, 32000)
 #: The most processes on one machine: the larger of these, per machine and per processor core.
@@ -105,7 +107,7 @@ def _torchrun(variables: Mapping[str, str]) -> Start:
         )
     rank, size = _rank_and_size(variables, "RANK", "WORLD_SIZE")
     local = _number(variables, "LOCAL_RANK") if "LOCAL_RANK" in variables else rank
-    return Start(rank, size, local, variables["MASTER_ADDR"], _port(variables))
+    return Start(rank, size, local, variables["MASTER_ADDR"], _number(variables, *_PORT))
 
 
 def _slurm(variables: Mapping[str, str]) -> Start:
@@ -119,7 +121,7 @@ def _slurm(variables: Mapping[str, str]) -> Start:
             "srun --ntasks 2 --export=ALL ...",
         )
     if variables.get("MASTER_PORT"):
-        port = _port(variables)
+        port = _number(variables, *_PORT)
     else:
         step = int(re.sub(r"\D", "", variables.get("SLURM_STEP_ID", "")) or 0)
         job = int(re.sub(r"\D", "", variables.get("SLURM_JOB_ID", "")) or 0)
@@ -136,31 +138,19 @@ def first_host(hosts: str) -> str:
 
 
 def _rank_and_size(variables: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
-    rank, size = _number(variables, rank_name), _number(variables, size_name)
-    if rank >= size:
-        raise bad(
-            f"{rank_name}={rank} and {size_name}={size} in the environment",
-            "ranks from 0 to one less than the size",
-            f"export {rank_name}={max(size - 1, 0)}, or unset both for a world of one",
-        )
-    return rank, size
+    size = _number(variables, size_name, 1)
+    return _number(variables, rank_name, 0, size - 1), size
 
 
-def _port(variables: Mapping[str, str]) -> int:
-    text = variables["MASTER_PORT"]
-    if not text.isdecimal() or not 0 < int(text) < 2**16:
-        raise bad(f"MASTER_PORT={text}", "a port from 1 to 65535", "export MASTER_PORT=29500")
-    return int(text)
-
-
-def _number(variables: Mapping[str, str], name: str) -> int:
-    if not variables[name].isdecimal():
-        raise bad(
-            f"{name}='{variables[name]}' in the environment",
-            "a whole number from 0 up",
-            f"unset {name}, or start with torchrun",
-        )
-    return int(variables[name])
+def _number(variables: Mapping[str, str], name: str, least: int = 0, most: int = 2**31) -> int:
+    text = variables[name]
+    if text.isdecimal() and least <= int(text) <= most:
+        return int(text)
+    raise bad(
+        f"{name}='{text}' in the environment",
+        f"a whole number from {least} to {most}",
+        f"unset {name}, or start with torchrun",
+    )
 
 
 def read_limits(variables: Mapping[str, str] | None = None) -> Limits:

@@ -175,7 +175,6 @@ class SearchResult:
     refused  plans that do not fit or cannot run, the nearest to fitting first
     slower   the number of plans that take longer by an estimate, or recompute more than a plan
              that fits
-    fits_on  where nothing fits, a larger number of ranks on which a plan does; None without one
     """
 
     cluster: Cluster
@@ -184,7 +183,6 @@ class SearchResult:
     ranked: tuple[RankedPlan, ...]
     refused: tuple[RefusedPlan, ...]
     slower: int = 0
-    fits_on: int | None = None
 
     @property
     def best(self) -> RankedPlan | None:
@@ -232,7 +230,6 @@ class SearchResult:
             "refused": len(self.refused),
             "slower": self.slower,
             "nearest": None if near is None else [str(near.plan), near.over_bytes],
-            "fits_on": self.fits_on,
         }
 
 

@@ -50,8 +50,6 @@ from shardwise.prediction.time.step_time import RankWork
 if TYPE_CHECKING:
     from shardwise.derive.plan_search import SearchedModel
 
-#: How often the number of ranks is doubled where nothing fits.
-DOUBLINGS: Final = 6
 #: So many of the best plans are changed, of each kind.
 REFINED: Final = 2
 #: So many plans are predicted at most for each that is asked for.
@@ -73,9 +71,7 @@ def best_plans(
             ranked, refused, slower = _ranked(chosen, costs, count, refused)
             ranked = _best_whole(ranked, refused, costs)
     refused.sort(key=lambda each: (not each.over_bytes, each.over_bytes))
-    fits_on = None if ranked else _fitting(task, costs)
-    totals = tuple(ranked), tuple(refused), slower
-    return SearchResult(cluster, task.ranks, task.batch, *totals, fits_on=fits_on)
+    return SearchResult(cluster, task.ranks, task.batch, tuple(ranked), tuple(refused), slower)
 
 
 def _ranked(
@@ -147,25 +143,6 @@ def _keeping_more(candidate: Candidate) -> Iterator[Candidate]:
     kinds = [word.partition(":")[2] or None for word in RECOMPUTED]
     for kind in kinds[: kinds.index(candidate.plan.recompute)]:
         yield candidate._replace(plan=replace(candidate.plan, recompute=kind))
-
-
-def _fitting(task: PlanTask, costs: PlanCosts) -> int | None:
-    """The number of ranks, doubled, on which a plan fits; the batch grows in proportion."""
-    for doubling in range(1, DOUBLINGS + 1):
-        times = 2**doubling
-        more = task._replace(ranks=task.ranks * times, batch=task.batch * times)
-        if more.ranks > more.host and more.ranks % more.host:
-            continue
-        least = [each for each in candidates(more) if each.rows == 1]
-        moved = [offloaded(each, word) for word in OFFLOADED for each in least]
-        possible = dict[Candidate, int]()
-        for each in [*least, *moved]:
-            with suppress(InputError):
-                possible |= {} if problems(each.plan) else {each: costs.least_bytes(each)}
-        smallest = sorted(possible, key=possible.__getitem__)[:SMALLEST]
-        if any(isinstance(costs.ranked(each), RankedPlan) for each in smallest):
-            return more.ranks
-    return None
 
 
 # --- uneven stages --------------------------------------------------------------------------------
