@@ -131,26 +131,23 @@ def new_folder(to: Path, allowed: Sequence[str], *, overwrite: bool) -> Iterator
     if to.name in ("", ".."):  # "." and "/" too
         allowed = "a new folder, with a name of its own"
         raise bad(f"the folder '{to}', which exists", allowed, f"--to {beside(to)}")
-    lock = to.with_name(f".writing-{to.name}.lock")
-    with writing(to, lock), _unfinished(to) as unfinished:
+    unfinished, replaced = (to.with_name(f".{kind}-{to.name}") for kind in ("writing", "replaced"))
+    with writing(to, to.with_name(f".writing-{to.name}.lock")):
         _require_free(to, allowed, overwrite=overwrite)
-        yield unfinished
-        for entry in unfinished.iterdir():
-            sync(entry)
-        sync(unfinished)
-        replace(unfinished, to)
-        sync(to.parent)
-
-
-@contextmanager
-def _unfinished(to: Path) -> Iterator[Path]:
-    """An empty folder beside `to`, which is removed at the end unless it has been renamed."""
-    unfinished = settle(to)
-    try:
-        unfinished.mkdir()
-        yield unfinished
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a killed writer
+        try:
+            unfinished.mkdir()
+            yield unfinished
+            for entry in (*unfinished.iterdir(), unfinished):
+                sync(entry)
+            if to.exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+                to.rename(replaced)
+            unfinished.rename(to)
+            sync(to.parent)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _require_free(to: Path, allowed: Sequence[str], *, overwrite: bool) -> None:
@@ -242,34 +239,3 @@ def writing(path: Path, lock: Path) -> Iterator[None]:
             raise RunError(
                 f"'{path}' could not be written: {why}. What was there before is unchanged."
             ) from None
-
-
-def settle(to: Path) -> Path:
-    """Remove what a killed writer of `to` left; returns the name to write under, which is free. If
-    it was killed between two renames, the folder that it was replacing gets its name back.
-    """
-    unfinished, replaced = _beside(to, "writing"), _beside(to, "replaced")
-    if replaced.exists() and not to.exists():
-        replaced.rename(to)
-    for left in (unfinished, replaced):
-        if left.exists():
-            shutil.rmtree(left)
-    return unfinished
-
-
-def replace(unfinished: Path, to: Path) -> None:
-    """Give a complete folder its name, then remove the folder that had it."""
-    replaced = _beside(to, "replaced")
-    if to.exists():
-        to.rename(replaced)
-    try:
-        unfinished.rename(to)
-    except BaseException:
-        if replaced.exists():
-            replaced.rename(to)
-        raise
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _beside(to: Path, kind: str) -> Path:
-    return to.with_name(f".{kind}-{to.name}")
