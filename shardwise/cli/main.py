@@ -18,10 +18,11 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from errno import ENOSPC
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TextIO
 
 import typer
 
@@ -216,7 +217,6 @@ def _started(
     overwrite: bool,
     dry_run: bool,
 ) -> int:
-    from shardwise.cli.lossy_stream import LossyStream
     from shardwise.comm.start.rendezvous import environment, launched
     from shardwise.comm.start.worker import NOTHING, StopSignal
     from shardwise.train.prepare import RunStart
@@ -233,8 +233,7 @@ def _started(
     with StopSignal(leaving=started is None, until_end=started is not None) as stop:
         try:
             start = RunStart(resume == ALWAYS, overwrite, resume == AUTO)
-            train_or_check = _dry_run if dry_run else _train
-            return train_or_check(config, overrides, start, nproc, stop)
+            return _train(config, overrides, start, nproc, stop, dry=dry_run)
         except KeyboardInterrupt:
             if not stop.leaving:  # asked a second time
                 raise
@@ -243,19 +242,33 @@ def _started(
 
 
 def _train(
-    config: Path, overrides: Sequence[str], start: "RunStart", nproc: int | None, stop: "StopSignal"
+    config: Path,
+    overrides: Sequence[str],
+    start: "RunStart",
+    nproc: int | None,
+    stop: "StopSignal",
+    *,
+    dry: bool,
 ) -> int:
-    """Train in this process, or start the ranks; returns the exit code."""
+    """Train in this process, start the ranks, or only check and predict; returns the exit code."""
     from shardwise.comm.start.rendezvous import environment, launched, require_cores, require_local
+    from shardwise.core.plan.plan import Plan
     from shardwise.train.config import read
     from shardwise.train.prepare import hold_folder, prepare
     from shardwise.train.run_folder import finished_message
 
-    settings = read(config, overrides)
-    if environment() is not None:  # our launcher holds the lock for its ranks
+    settings, started = read(config, overrides), environment()
+    if started is not None and not dry:  # our launcher holds the lock for its ranks
         return _train_here(settings, start, stop, locked=launched())
-    ranks = _ranks(settings, nproc)
-    require_local(ranks)
+    ranks = started.size if started else nproc or Plan.parse(settings.plan.text).size
+    if started is None:
+        require_local(ranks)
+    if dry:
+        from shardwise.cli.dry_run import dry_run
+
+        if started is None or started.rank == 0:
+            dry_run(settings, ranks, start)
+        return 0
     with hold_folder(settings, start) as settled:
         prepare(settings, ranks, settled)
         if nproc is None:
@@ -266,27 +279,6 @@ def _train(
         if ranks == 1:
             return _train_here(settings, settled, stop, locked=True)
         return _launch(config, overrides, start, ranks)
-
-
-def _dry_run(
-    config: Path, overrides: Sequence[str], start: "RunStart", nproc: int | None, _: "StopSignal"
-) -> int:
-    from shardwise.comm.start.rendezvous import environment, require_cores, require_local
-    from shardwise.train.config import read
-
-    settings, started = read(config, overrides), environment()
-    if started is not None and started.rank > 0:
-        return 0
-    ranks = _ranks(settings, nproc)
-    if started is None:
-        require_local(ranks)
-        if nproc is None:
-            require_cores(ranks, settings.plan.text)
-
-    from shardwise.cli.dry_run import dry_run
-
-    dry_run(settings, ranks if started is None else started.size, start)
-    return 0
 
 
 def _train_here(settings: "Config", start: "RunStart", stop: "StopSignal", *, locked: bool) -> int:
@@ -301,12 +293,6 @@ def _train_here(settings: "Config", start: "RunStart", stop: "StopSignal", *, lo
     return 0
 
 
-def _ranks(settings: "Config", nproc: int | None) -> int:
-    from shardwise.core.plan.plan import Plan
-
-    return nproc or Plan.parse(settings.plan.text).size
-
-
 def _launch(config: Path, overrides: Sequence[str], start: "RunStart", ranks: int) -> int:
     from shardwise.comm.start.launch import launch
 
@@ -315,6 +301,46 @@ def _launch(config: Path, overrides: Sequence[str], start: "RunStart", ranks: in
     argv += ["--resume"] * (start.resume or start.auto) + ["auto"] * start.auto
     argv += ["--overwrite"] * start.overwrite
     return launch(argv, ranks)
+
+
+class LossyStream:
+    """Drops everything after a failed write, and says so once on stderr, so that a run outlives its
+    log: its reader may close (`shardwise train ... | head`), or its disk may be full.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except OSError as error:
+            self._drop(error)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._drop(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def _drop(self, error: OSError) -> None:
+        """Point the descriptor at /dev/null, so that no later write and no exit fails."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
+        if self._stream.fileno() != 2:
+            why = error.strerror or str(error)
+            with suppress(OSError):
+                print(
+                    f"shardwise: the output cannot be written ({why}) and is dropped from here on; "
+                    "the run goes on",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
 
 #: The library's error of this kind; typer brings its own click or uses the one that is installed.
