@@ -205,56 +205,26 @@ def require_content(opened: OpenCheckpoint, rank: int = 0, ranks: int = 1) -> No
     require_files(opened.path, opened.manifest, opened.files()[rank::ranks])
 
 
-@dataclass(frozen=True)
-class SavedTensor:
-    """One tensor: its full shape, dtype ("float32"), bytes, and number of pieces."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-    pieces: int
-
-
-@dataclass(frozen=True)
-class Contents:
-    """A checkpoint: its tensors by name, its scalars, and the number of ranks that saved it."""
-
-    path: Path
-    ranks: int
-    scalars: dict[str, Any]
-    tensors: tuple[SavedTensor, ...]
-
-    @property
-    def bytes(self) -> int:
-        return self.bytes_of("")
-
-    @property
-    def parameters(self) -> int:
-        model = [tensor for tensor in self.tensors if tensor.name.startswith(MODEL)]
-        return sum(math.prod(tensor.shape) for tensor in model)
-
-    def bytes_of(self, kind: str) -> int:
-        """Of the tensors with that prefix: MODEL or OPTIMIZER; without file headers."""
-        return sum(tensor.bytes for tensor in self.tensors if tensor.name.startswith(kind))
-
-
-def describe(folder: str | os.PathLike[str], deep: bool = False) -> Contents:
-    """The contents of the checkpoint that `find` returns; `deep` compares all bytes with hashes."""
+def describe(folder: str | os.PathLike[str], deep: bool = False) -> dict[str, Any]:
+    """The contents of the checkpoint that `find` returns, as `checkpoint inspect --json` prints
+    them; `deep` compares all bytes with hashes. Bytes are those of tensors, without file headers.
+    """
     opened = open_checkpoint(find(folder))
     if deep:
         require_content(opened)
-    tensors = opened.metadata.state_dict_metadata
-    saved = (
-        _saved(name, tensor)
-        for name, tensor in sorted(tensors.items())
+    tensors: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "shape": [*tensor.size],
+            "dtype": str(tensor.properties.dtype).removeprefix("torch."),
+            "bytes": math.prod(tensor.size) * tensor.properties.dtype.itemsize,
+            "pieces": len(tensor.chunks),
+        }
+        for name, tensor in sorted(opened.metadata.state_dict_metadata.items())
         if isinstance(tensor, TensorStorageMetadata)
-    )
-    return Contents(opened.path, opened.ranks, opened.scalars, tuple(saved))
-
-
-def _saved(name: str, tensor: TensorStorageMetadata) -> SavedTensor:
-    dtype = tensor.properties.dtype
-    size = math.prod(tensor.size) * dtype.itemsize
-    text = str(dtype).removeprefix("torch.")
-    return SavedTensor(name, tuple(tensor.size), text, size, len(tensor.chunks))
+    ]
+    kinds = {"bytes": "", "model_bytes": MODEL, "optimizer_bytes": OPTIMIZER}
+    sums = {n: sum(t["bytes"] for t in tensors if t["name"].startswith(kinds[n])) for n in kinds}
+    model = (tensor["shape"] for tensor in tensors if tensor["name"].startswith(MODEL))
+    found = {"path": str(opened.path), "ranks": opened.ranks, "scalars": opened.scalars}
+    return found | {"tensors": tensors, "parameters": sum(map(math.prod, model))} | sums

@@ -3,7 +3,6 @@
 import json
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +11,7 @@ import typer
 
 from shardwise.checkpoint.export import export, import_weights
 from shardwise.checkpoint.folder import CHECKPOINTS, all_in, is_whole, passed_over
-from shardwise.checkpoint.open_checkpoint import MODEL, OPTIMIZER, Contents, describe
+from shardwise.checkpoint.open_checkpoint import OPTIMIZER, describe
 from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import suggest
 
@@ -46,7 +45,7 @@ def inspect_command(
     if note:
         typer.echo(note if as_json else f"Note: {note}", err=as_json)
     if as_json:
-        typer.echo(json.dumps(_object(contents)))
+        typer.echo(json.dumps(contents))
         return
     for line in _lines(contents, every=every):
         typer.echo(line)
@@ -61,49 +60,41 @@ def of_run(path: Path) -> Path:
         return path
 
 
-def _object(contents: Contents) -> dict[str, Any]:
-    sums = {
-        "path": str(contents.path),
-        "bytes": contents.bytes,
-        "parameters": contents.parameters,
-        "model_bytes": contents.bytes_of(MODEL),
-        "optimizer_bytes": contents.bytes_of(OPTIMIZER),
-    }
-    return asdict(contents) | sums
-
-
-def _lines(contents: Contents, *, every: bool) -> Iterator[str]:
-    ranks = f"{contents.ranks} rank{'s' if contents.ranks > 1 else ''}"
-    step, plan = contents.scalars.get("step"), contents.scalars.get("plan")
-    head = f"{contents.path}  saved by {ranks}" + (f" under the plan '{plan}'" if plan else "")
+def _lines(contents: dict[str, Any], *, every: bool) -> Iterator[str]:
+    ranks = f"{contents['ranks']} rank{'s' if contents['ranks'] > 1 else ''}"
+    scalars, tensors = contents["scalars"], contents["tensors"]
+    step, plan = scalars.get("step"), scalars.get("plan")
+    head = f"{contents['path']}  saved by {ranks}" + (f" under the plan '{plan}'" if plan else "")
     yield head + (f" after step {step}" if step is not None else "")
     yield (
-        f"{len(contents.tensors)} tensors, {contents.parameters:,} parameters: "
-        f"{contents.bytes_of(MODEL):,} bytes of the model, "
-        f"{contents.bytes_of(OPTIMIZER):,} bytes of the optimizer"
+        f"{len(tensors)} tensors, {contents['parameters']:,} parameters: "
+        f"{contents['model_bytes']:,} bytes of the model, "
+        f"{contents['optimizer_bytes']:,} bytes of the optimizer"
     )
     if not every:
-        yield from _summed(contents)
+        yield from _summed(tensors, scalars)
         return
     yield ""
-    width = max((len(tensor.name) for tensor in contents.tensors), default=0)
-    for tensor in contents.tensors:
-        shape = " x ".join(map(str, tensor.shape)) or "scalar"
-        yield f"{tensor.name:{width}}  {tensor.dtype:9} {shape:>20} {tensor.bytes:>16,} bytes"
-    yield f"{'':{width}}  {'':9} {'in all':>20} {contents.bytes:>16,} bytes"
+    width = max((len(tensor["name"]) for tensor in tensors), default=0)
+    for tensor in tensors:
+        shape = " x ".join(map(str, tensor["shape"])) or "scalar"
+        name, dtype = f"{tensor['name']:{width}}", f"{tensor['dtype']:9}"
+        yield f"{name}  {dtype} {shape:>20} {tensor['bytes']:>16,} bytes"
+    yield f"{'':{width}}  {'':9} {'in all':>20} {contents['bytes']:>16,} bytes"
     yield ""
-    yield json.dumps(contents.scalars, indent=2)
+    yield json.dumps(scalars, indent=2)
 
 
-def _summed(contents: Contents) -> Iterator[str]:
+def _summed(tensors: list[dict[str, Any]], scalars: dict[str, Any]) -> Iterator[str]:
     """The tensors by kind and dtype, and the scalars that are numbers or text."""
     groups = dict[tuple[str, str], list[int]]()
-    for tensor in contents.tensors:
-        kind = "/".join(tensor.name.split("/")[: 2 if tensor.name.startswith(OPTIMIZER) else 1])
-        groups.setdefault((kind, tensor.dtype), []).append(tensor.bytes)
+    for tensor in tensors:
+        parts = tensor["name"].split("/")
+        kind = "/".join(parts[: 2 if tensor["name"].startswith(OPTIMIZER) else 1])
+        groups.setdefault((kind, tensor["dtype"]), []).append(tensor["bytes"])
     for (kind, dtype), sizes in groups.items():
         yield f"  {kind:24} {len(sizes):>6} in {dtype:9} {sum(sizes):>20,} bytes"
-    for name, value in contents.scalars.items():
+    for name, value in scalars.items():
         if isinstance(value, int | float | str):
             yield f"  {name}: {value}"
     yield "--all lists every tensor and all scalars"

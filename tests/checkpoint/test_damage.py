@@ -158,7 +158,7 @@ def test_special_files_are_refused(kind: str, saved: Path, tmp_path: Path):
                 describe(path, deep=True)
     special(shutil.copytree(saved, tmp_path / "all") / "latest", kind)
     with limits():
-        assert describe(tmp_path / "all").scalars["step"] == 2
+        assert describe(tmp_path / "all")["scalars"]["step"] == 2
 
 
 def test_a_file_without_permission_is_no_damaged_file(saved: Path, monkeypatch: pytest.MonkeyPatch):

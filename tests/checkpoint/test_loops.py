@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 import shardwise as sw
 from shardwise.checkpoint.export import export
-from shardwise.checkpoint.open_checkpoint import SavedTensor, describe
+from shardwise.checkpoint.open_checkpoint import describe
 from shardwise.checkpoint.save import save
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
@@ -125,8 +125,8 @@ def test_a_checkpoint_of_a_loop_is_one_of_an_engine(tmp_path: Path):
     kept = sorted(path.name for path in (tmp_path / "kept").glob("step-*"))
     assert kept == ["step-000003", "step-000004"]
     contents = describe(tmp_path / "kept", deep=True)
-    assert contents.parameters == sum(p.numel() for p in module.parameters())
-    assert contents.scalars["loop"]["optimizer"] == "AdamW"
+    assert contents["parameters"] == sum(p.numel() for p in module.parameters())
+    assert contents["scalars"]["loop"]["optimizer"] == "AdamW"
     assert export(tmp_path / "kept", tmp_path / "weights").tensors == 9
     assert sw.save(module, tmp_path / "kept", step=70).name == "step-000070"
     assert sw.load(sw.DDP(Sum(), alone()), tmp_path / "kept") == {}
@@ -281,11 +281,11 @@ def test_inspect_shows_tensors_and_scalars(folder: Path, capsys: pytest.CaptureF
     for path in folder.glob("checkpoints/*/*.distcp"):
         path.write_bytes(bytes(path.stat().st_size))
     contents = describe(folder / "checkpoints")
-    assert contents.tensors == (
-        SavedTensor("model/b", (3,), "bfloat16", 6, 2),
-        SavedTensor("model/w", (4, 3), "float32", 48, 2),
-        SavedTensor("optim/step/w", (), "float64", 8, 1),
-    )
+    assert [[*tensor.values()] for tensor in contents["tensors"]] == [
+        ["model/b", [3], "bfloat16", 6, 2],
+        ["model/w", [4, 3], "float32", 48, 2],
+        ["optim/step/w", [], "float64", 8, 1],
+    ]
     lines = inspected(capsys, str(folder))[1].splitlines()
     assert lines[0].endswith("saved by 2 ranks under the plan 'dp2 zero3' after step 7")
     assert lines[1] == "3 tensors, 15 parameters: 54 bytes of the model, 8 bytes of the optimizer"
