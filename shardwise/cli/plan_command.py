@@ -1,10 +1,10 @@
 """`shardwise plan`: check a plan, print the words, or convert a file; and `shardwise table`."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import tomli_w
 import typer
 
 from shardwise.core.errors import bad
@@ -81,29 +81,21 @@ def table_command(
         f"# {model} on {on}: {derived.cut_bytes:,} bytes of weights are sharded; a rank sends"
     )
     typer.echo(f"# {derived.sent_bytes:,} bytes in a step of {TABLE_ROWS} rows.")
-    for line in toml(derived):
-        typer.echo(line)
+    typer.echo(toml(derived))
 
 
-def toml(derived: "Derived") -> Iterator[str]:
-    """The lines of a file for --table, with comments for replicated parameters."""
-    table = derived.table
-    yield "derived = true  # the first step is compared with the plain model"
-    for name, count in (("heads", table.heads), ("kv_heads", table.kv_heads)):
-        if count is not None:
-            yield f"{name} = {count}"
-    for name, entries in (("styles", table.styles), ("sequence", table.sequence)):
-        if entries:
-            yield f"\n[{name}]"
-        for pattern, style in entries:
-            yield f"{json.dumps(pattern)} = {json.dumps(style)}"
-    for pattern, numbers in table.sets:
-        yield f"\n[sets.{json.dumps(pattern)}]"
-        for attribute, number in numbers:
-            yield f"{attribute} = {json.dumps(number)}"
-    if not derived.whole:
-        yield "\n# Nothing stays whole on every rank."
-        return
-    yield f"\n# {sum(each.bytes for each in derived.whole):,} bytes stay whole on every rank:"
-    for each in sorted(derived.whole, key=lambda each: -each.bytes):
-        yield f"#   {each.name}  {each.bytes:,} bytes: {each.why}"
+def toml(derived: "Derived") -> str:
+    """The text of a file for --table, with comments for replicated parameters."""
+    table, whole = derived.table, sorted(derived.whole, key=lambda each: -each.bytes)
+    values = {
+        "derived": True,  # the first step is compared with the plain model
+        "heads": table.heads,
+        "kv_heads": table.kv_heads,
+        "styles": dict(table.styles),
+        "sequence": dict(table.sequence),
+        "sets": {pattern: dict(numbers) for pattern, numbers in table.sets},
+    }
+    text = tomli_w.dumps({name: value for name, value in values.items() if value})
+    head = f"# {sum(each.bytes for each in whole):,} bytes stay whole on every rank:"
+    lines = [f"#   {each.name}  {each.bytes:,} bytes: {each.why}" for each in whole]
+    return "\n".join([text, head, *lines])

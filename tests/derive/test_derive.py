@@ -179,7 +179,7 @@ def test_commands_derive_the_table_or_take_it_from_a_file(
     name, file = named("tied"), tmp_path / "table.toml"
     file.write_text(printed(capsys, "table", name, "--tp", "2", "--sp"))
     assert table_in(file) == derived(name, sp=True).table
-    assert '[sequence]\n"embed" = "vocabulary:sequence"\n"norm" = "sequence"\n' in file.read_text()
+    assert '[sequence]\nembed = "vocabulary:sequence"\nnorm = "sequence"\n' in file.read_text()
     assert "bytes stay whole on every rank:" in file.read_text()
 
     def memory(plan: str, *argv: str) -> dict[str, int]:
