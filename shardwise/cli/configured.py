@@ -64,7 +64,7 @@ class PlannedModel:
     def table(self) -> "Table | None":
         if self.config is None or self.config.plan.table is None:
             return None
-        from shardwise.verify.proof_options import table_in
+        from shardwise.verify.inputs import table_in
 
         return table_in(Path(self.config.plan.table), "plan.table =")
 

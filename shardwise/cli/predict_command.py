@@ -237,9 +237,9 @@ def predict_request(
     from shardwise.engine.predict import predict_with
     from shardwise.models.registry import find
     from shardwise.verify import parity
+    from shardwise.verify.inputs import Options, table_in
     from shardwise.verify.oracles import batches
     from shardwise.verify.oracles.oracles import is_asynchronous
-    from shardwise.verify.proof_options import Options, table_in
     from shardwise.verify.smoke_test import with_table
 
     trainable = find(run.model)

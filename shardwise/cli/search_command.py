@@ -119,8 +119,8 @@ def _model(run: Any, sequence: int | None) -> "tuple[Trainable, EngineOptions, A
     """The model of a command line, the options of its engine, and a batch of one row."""
     from shardwise.models.registry import find
     from shardwise.verify import parity
+    from shardwise.verify.inputs import Options
     from shardwise.verify.oracles import batches
-    from shardwise.verify.proof_options import Options
 
     trainable = find(run.model)
     if run.config is None:
@@ -136,8 +136,8 @@ def _prediction(
     trainable: "Trainable", options: "EngineOptions", plan: Plan, rows: int, sequence: int | None
 ) -> "Prediction":
     from shardwise.engine.predict import predict_with
+    from shardwise.verify.inputs import Options
     from shardwise.verify.oracles import batches
-    from shardwise.verify.proof_options import Options
     from shardwise.verify.smoke_test import with_table
 
     least = plan.shares * plan.microbatches

@@ -11,7 +11,7 @@ from rich.text import Text
 from shardwise.cli.configured import CONFIG, PLAN, configured
 from shardwise.comm.start.rendezvous import environment
 from shardwise.verify.command import verify
-from shardwise.verify.proof_options import Options, table_in
+from shardwise.verify.inputs import Options, table_in
 from shardwise.verify.report import show
 
 STEPS = 3

@@ -21,7 +21,7 @@ from shardwise.techniques.expert import apply as expert_parallel
 from shardwise.techniques.tensor import apply as tensor_parallel
 from shardwise.techniques.tensor.tensor_table import Table
 from shardwise.train.config_sections import ModelSection
-from shardwise.verify.proof_options import table_in
+from shardwise.verify.inputs import table_in
 
 TABLE_ROWS: Final = 2  # of the batch from which a table is derived
 _DEFAULT: Final = ModelSection().model_dump()

@@ -54,7 +54,7 @@ class Verify(ModuleType):
         from shardwise.comm.start.launch import can_fork
         from shardwise.core.tools.arguments import choice
         from shardwise.verify.command import model_of, verify
-        from shardwise.verify.proof_options import Options
+        from shardwise.verify.inputs import Options
 
         model = model_of(build, batch, loss, tokens)
         choice("device", device or "cpu", ("cpu", "cuda"))

@@ -14,7 +14,7 @@ from shardwise.core.plan.plan import Plan
 from shardwise.engine.batch import split
 from shardwise.models.trainable import Trainable
 from shardwise.verify.finding import Finding
-from shardwise.verify.not_comparable import without_dropout
+from shardwise.verify.inputs import without_dropout
 from shardwise.verify.oracles.batches import SEED
 from shardwise.verify.parity import BUILDING, alone_of
 

@@ -26,9 +26,8 @@ from shardwise.models.registry import find
 from shardwise.models.trainable import Loss, Trainable
 from shardwise.verify.causes import cause
 from shardwise.verify.finding import Finding, pooled
-from shardwise.verify.not_comparable import batch_norm_note, dropout_note
+from shardwise.verify.inputs import Options, batch_norm_note, dropout_note
 from shardwise.verify.parity import prove
-from shardwise.verify.proof_options import Options
 from shardwise.verify.report import Report, may_be_chance, report
 from shardwise.verify.smoke_test import require_bound, smoke_test
 

@@ -35,8 +35,8 @@ from shardwise.observe.work import kernels_of
 from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.verify.comparison import compare, drawn
 from shardwise.verify.finding import Finding
+from shardwise.verify.inputs import Options, without_dropout
 from shardwise.verify.memory_proof import EVALUATED_STEP, attributes, over_steps
-from shardwise.verify.not_comparable import without_dropout
 from shardwise.verify.oracles import textbook
 from shardwise.verify.oracles.batches import ROWS, SEED, Division, ragged
 from shardwise.verify.oracles.loads import Routed
@@ -48,7 +48,6 @@ from shardwise.verify.oracles.oracles import (
     oracles_of,
     spec_of,
 )
-from shardwise.verify.proof_options import Options
 
 #: Ranks in threads share torch's global generator, which a model may use in __init__ and forward.
 BUILDING: Final = ALONE

@@ -63,7 +63,7 @@ class Report:
     Bytes and memory are of the first rank whose numbers disagree with theory, or of rank 0.
     `uncovered` names a tensor that the ranks together do not compare exactly once, or is empty.
     `note` says why the model cannot match one process, and `changed` what the proof changed in it
-    (not_comparable.py); both may be empty. `strays` lists that rank's storages in no category
+    (inputs.py); both may be empty. `strays` lists that rank's storages in no category
     (memory_proof.py). `in_step` are the most bytes at a moment of a step, at most those of theory.
     `depends` names the parts of the prediction that depend on values.
     """

@@ -23,10 +23,9 @@ from shardwise.techniques.expert.apply import experts_in
 from shardwise.techniques.pipeline import stage_module, weight_stashing
 from shardwise.techniques.recompute import apply as recomputation
 from shardwise.techniques.tensor import apply as tensor_parallel
-from shardwise.verify.not_comparable import without_dropout
+from shardwise.verify.inputs import Options, without_dropout
 from shardwise.verify.oracles.batches import ROWS, ROWS_16, SEED
 from shardwise.verify.parity import alone_of, build_options, clip_of, engine_of
-from shardwise.verify.proof_options import Options
 
 TENSORS = 4  # of the size of a parameter, on one process: it, its gradient, two states of AdamW
 

@@ -17,7 +17,7 @@ from shardwise.techniques.tensor.source import own_table
 from shardwise.techniques.tensor.tensor_table import Table, matches
 from shardwise.train import config
 from shardwise.train.prepare import RunStart, prepare
-from shardwise.verify.proof_options import Options, table_in
+from shardwise.verify.inputs import Options, table_in
 from tests.derive import models
 from tests.train.runs import model_folder, pretrained, printed, run
 from tests.verify.test_command import shortly

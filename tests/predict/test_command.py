@@ -17,8 +17,8 @@ from shardwise.engine.predict import predict_with
 from shardwise.models.registry import find
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.relief import added_words, relieved
+from shardwise.verify.inputs import Options
 from shardwise.verify.parity import build_options, engine_of
-from shardwise.verify.proof_options import Options
 from tests.pool import run_threads
 from tests.train.runs import ended
 

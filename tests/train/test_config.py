@@ -12,7 +12,7 @@ from shardwise.migrate.read import imported
 from shardwise.prediction.cluster import cluster_of
 from shardwise.train import config
 from shardwise.train.model import learning_rate
-from shardwise.verify.proof_options import table_in
+from shardwise.verify.inputs import table_in
 
 
 def test_every_key_has_a_default(tmp_path: Path):

@@ -31,9 +31,9 @@ from shardwise.observe.dry_twin import ALONE
 from shardwise.observe.measured_timeline import dry_events, measuring
 from shardwise.prediction.prediction import DryStep
 from shardwise.verify import parity
+from shardwise.verify.inputs import Options
 from shardwise.verify.oracles.batches import ragged
 from shardwise.verify.oracles.oracles import is_asynchronous
-from shardwise.verify.proof_options import Options
 from tests.engine.cases import Case, build, rows_task
 from tests.engine.pipelines import ADAMW, Dropping, chain, with_dropout
 from tests.pool import run_threads

@@ -24,9 +24,8 @@ from shardwise.models.trainable import Trainable
 from shardwise.verify import comparison, parity
 from shardwise.verify import memory_proof as memory
 from shardwise.verify.command import verify
-from shardwise.verify.not_comparable import batch_norm_note, dropout_note, without_dropout
+from shardwise.verify.inputs import Options, batch_norm_note, dropout_note, without_dropout
 from shardwise.verify.parity import engine_of, prove
-from shardwise.verify.proof_options import Options
 from shardwise.verify.report import Report, report
 from tests.engine.cases import settled
 from tests.pool import run_threads

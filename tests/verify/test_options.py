@@ -24,8 +24,8 @@ from shardwise.verify.causes import cause
 from shardwise.verify.command import model_of, verify
 from shardwise.verify.costs import Costs
 from shardwise.verify.finding import Finding
+from shardwise.verify.inputs import Options, table_in
 from shardwise.verify.parity import build_options
-from shardwise.verify.proof_options import Options, table_in
 from tests.train.runs import ended
 
 STYLES = {"0": "colwise", "2": "rowwise"}
