@@ -15,7 +15,7 @@ sharded axes divided.
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from shardwise.engine.spec_of_model import on_tensor_axis
 from shardwise.observe.meta_pass import UNKNOWN, as_on
 from shardwise.techniques.tensor.tensor_table import Table
 
-#: Of more groups that exclude each other, the largest are chosen one by one.
+#: Of more groups that exclude each other, the largest are considered.
 _SEARCHED = 12
 
 
@@ -70,7 +70,6 @@ class Heads:
 
     heads: int | None = None
     kv_heads: int | None = None
-    axes: list[TracedAxis] = field(default_factory=list[TracedAxis])
 
     def take(self, group: LayerGroup) -> bool:
         """Whether the group's axis counts the key heads of the table."""
@@ -102,10 +101,8 @@ def groups(trace: OperationTrace, ranks: int, tied: Iterable[str]) -> list[Layer
         rows = [each for each in linear if axis in leaves((each.inputs,))]
         if not rows:
             continue
-        summed = _summed(trace, axis)
-        group = LayerGroup(axis, tuple(columns), tuple(rows), tuple(summed))
-        why = _problem(trace, group, ranks, set(tied))
-        found.append(LayerGroup(axis, group.columns, group.rows, group.summed, why))
+        group = LayerGroup(axis, tuple(columns), tuple(rows), tuple(_summed(trace, axis)))
+        found.append(replace(group, why=_problem(trace, group, ranks, set(tied))))
     return found
 
 
@@ -160,19 +157,11 @@ def chosen(found: Sequence[LayerGroup]) -> list[LayerGroup]:
 
 def _best(near: Sequence[LayerGroup]) -> list[LayerGroup]:
     """Of groups that exclude each other, the ones that shard the most; fewer groups first."""
-    if len(near) > _SEARCHED:
-        kept: list[LayerGroup] = []
-        for group in sorted(near, key=lambda group: -group.elements):
-            if _apart([*kept, group]):
-                kept.append(group)
-        return kept
-    sets = [
-        list(each)
-        for count in range(1, len(near) + 1)
-        for each in itertools.combinations(near, count)
-        if _apart(each)
-    ]
-    return max(sets, key=lambda each: (sum(g.elements for g in each), -len(each)))
+    few = sorted(near, key=lambda group: -group.elements)[:_SEARCHED]
+    counts = range(1, len(few) + 1)
+    sets = (each for count in counts for each in itertools.combinations(few, count))
+    kept = max(filter(_apart, sets), key=lambda each: (sum(g.elements for g in each), -len(each)))
+    return [group for group in near if group in kept]
 
 
 def _apart(given: Sequence[LayerGroup]) -> bool:
