@@ -5,7 +5,7 @@
     latest                 the name of the newest, a line of text
     .saving-step-000300/   one being written; becomes step-000300 by one rename when it is complete
     .removing-.../         one being removed, under a name that is not a checkpoint's
-    step-000200.again/     the same step saved a second time, until the first is removed
+    step-000200.before/    a step that is saved a second time, until the second has its name
 
 A reader follows `latest`, or takes the newest name if `latest` is missing or wrong. A writer first
 completes what an interrupted writer left unfinished.
@@ -34,7 +34,9 @@ TOKENIZER_FILES = (
     *("chat_template.jinja", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt"),
 )
 LONGEST = 1000  # bytes of `latest` that are read
-_NAME = re.compile(r"step-(\d+)(\.again)?")
+_NAME = re.compile(r"step-(\d+)(\.before)?")
+#: The file in a checkpoint's folder that becomes `latest` when it is published.
+_POINTER = f".{LATEST}"
 
 
 def as_path(folder: object) -> Path:
@@ -65,7 +67,7 @@ def passed_over(folder: Path) -> str:
     if not whole:
         return ""
     found, latest = find(folder), _latest(folder)
-    if latest not in whole and latest.name != f"{found.name}.again":
+    if latest not in whole:
         what = f"names {latest.name}, which is" if _NAME.fullmatch(latest.name) else "names"
         return f"{folder / LATEST} {what} no complete checkpoint: {found.name} is used instead"
     if found != whole[-1]:
@@ -90,7 +92,7 @@ def is_checkpoint(path: Path) -> bool:
 def all_in(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest first; a step's second save comes after the first."""
     found = [(path, _NAME.fullmatch(path.name)) for path in folder.glob("step-*")]
-    named = [(int(m[1]), m[2] is not None, path) for path, m in found if m and is_whole(path)]
+    named = [(int(m[1]), m[2] is None, path) for path, m in found if m and is_whole(path)]
     return [path for _, _, path in sorted(named)]
 
 
@@ -170,22 +172,19 @@ def publish(path: Path, step: int) -> Path:
     """Rename a complete checkpoint to its final name, and update `latest`. One rank calls it. All
     that a full disk can refuse is written before the first rename.
     """
-    folder = path.parent
-    final = folder / name_of(step)
-    again = final.with_name(f"{final.name}.again")
-    repeated = final.exists()
-    names = [again.name] * repeated + [final.name]
-    for name in names:
-        (path / _pointer(name)).write_text(f"{name}\n", encoding="utf-8")
-    for entry in path.iterdir():
+    folder, final = path.parent, path.with_name(name_of(step))
+    before = final.with_name(f"{final.name}.before")
+    (path / _POINTER).write_text(f"{final.name}\n", encoding="utf-8")
+    for entry in (*path.iterdir(), path):
         sync(entry)
-    sync(path)
-    path.rename(again if repeated else final)
+    if final.exists():
+        final.rename(before)
+    path.rename(final)
     sync(folder)
-    if repeated:
-        _point(folder, again, again.name)
-        _settle(folder)
-    _point(folder, final, final.name)
+    (final / _POINTER).replace(folder / LATEST)
+    sync(folder)
+    if before.exists():
+        remove(before)
     return final
 
 
@@ -199,23 +198,14 @@ def sync(path: Path) -> None:
 
 
 def _settle(folder: Path) -> None:
-    """Replace each checkpoint that was saved a second time by its second version."""
-    for again in folder.glob("step-*.again"):
-        final = again.with_name(again.name.removesuffix(".again"))
+    """Finish second saves of a step that were interrupted."""
+    for before in folder.glob("step-*.before"):
+        final = before.with_name(before.name.removesuffix(".before"))
         if final.exists():
-            remove(final)
-        again.rename(final)
+            remove(before)
+        else:
+            before.rename(final)
         sync(folder)
-
-
-def _pointer(name: str) -> str:
-    """The file in a checkpoint's folder that becomes `latest` when it is published."""
-    return f".{LATEST}-{name}"
-
-
-def _point(folder: Path, path: Path, name: str) -> None:
-    (path / _pointer(name)).replace(folder / LATEST)
-    sync(folder)
 
 
 def remove(path: Path) -> None:

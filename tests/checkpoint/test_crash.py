@@ -95,7 +95,7 @@ def test_a_kill_at_any_moment_loses_nothing(tmp_path: Path, over: Writer):
         act()
         assert value_in(to) == 2.0
         left = [name.replace(".metadata", "") for name in files(place)]
-        assert not [name for name in left if "/." in f"/{name}" or name.endswith(".again")]
+        assert not [name for name in left if "/." in f"/{name}" or name.endswith(".before")]
     assert seen == {1.0, 2.0}
     assert count > 5
 
