@@ -133,7 +133,7 @@ def test_a_checkpoint_is_published_under_its_step_and_as_the_latest(tmp_path: Pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", *names(tmp_path)]
     assert names(tmp_path) == ["step-000100", "step-000200", "step-000300"]
     assert (tmp_path / "latest").read_text() == "step-000100\n"
-    assert find(str(tmp_path)) == describe(str(tmp_path)).path == tmp_path / "step-000100"
+    assert find(str(tmp_path)) == Path(describe(str(tmp_path))["path"]) == tmp_path / "step-000100"
     assert loaded(str(tmp_path)) == 100.0
     assert find(tmp_path / "step-000200") == tmp_path / "step-000200"
     wrong: Any = 3

@@ -84,7 +84,6 @@ def test_an_output_on_a_full_disk_is_one_line() -> None:
         ("train EXAMPLE --plan tp63", "tp63 for a model of 4 query heads"),
         ("train EXAMPLE --nproc 99999999", "99999999 processes on this machine"),
         ("train EXAMPLE --resume", "no checkpoint"),
-        ("train EXAMPLE --set model.width=1000000000", "of memory. Allowed"),
         ("train EXAMPLE --plan 'pp2 pipedream:4'", "--set train.clip=0 (in Python: clip=None)."),
         ("train EXAMPLE --plan 'pp2 1f1b:9'", "Write instead: train.batch = 9"),
         ("train EXAMPLE --dry-run --set train.batch=1", "train.batch = 1 under the plan"),

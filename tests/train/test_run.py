@@ -203,7 +203,7 @@ def test_what_fails_before_its_first_step_can_be_started_again(tmp_path: Path) -
     given = runs.settings(tmp_path / "run", steps=2)
     with runs.before("loop.first_pass", runs.full_disk), pytest.raises(OSError, match="No space"):
         loop.train(given, alone())
-    with hold_folder(given, RunStart()), pytest.raises(InputError, match="another run is writ"):
+    with hold_folder(given, RunStart()), pytest.raises(InputError, match="another process is writ"):
         loop.train(given, alone(), RunStart(overwrite=True))
     assert len(runs.run(given)) == 2
 
