@@ -108,6 +108,9 @@ class Fit:
     bytes_per_s: float | None
     residual: float
 
+    def seconds(self, sent_bytes: float) -> float:
+        return self.latency_s + (sent_bytes / self.bytes_per_s if self.bytes_per_s else 0.0)
+
 
 def measure(
     world: World, axis: Axis, device: torch.device, sizes: Sequence[int] = SIZES
