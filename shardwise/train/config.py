@@ -51,23 +51,18 @@ class Config(BaseModel):
 
 def read(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read the TOML file `path`, and apply overrides of the form `section.key=value`."""
-    example = "shardwise train examples/quickstart.toml"
+    values = dict[str, Any]()
     try:
         values = tomllib.loads(read_text(path))
+        why = "" if values else "which is empty"
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        given = f"the configuration {path}, which cannot be read ({reason})"
-        raise bad(given, "a TOML file", example) from None
+        why = f"which cannot be read ({getattr(error, 'strerror', None) or error})"
     except (ValueError, RecursionError) as error:  # a number of 5000 digits, 5000 brackets
+        why = f"which is not TOML: {error}"
+    if why:
         raise bad(
-            f"the configuration {path}, which is not TOML: {error}",
-            'sections in brackets and lines key = value, text in "quotes"',
-            "[train] and under it steps = 1000, for example",
-        ) from None
-    if not values:
-        raise bad(
-            f"the configuration {path}, which is empty",
-            "a TOML file with at least one key",
+            f"the configuration {path}, {why}",
+            'a TOML file: sections in brackets and lines key = value, text in "quotes"',
             "[train] and under it steps = 1000, for example",
         )
     return build(override(values, overrides), str(path))

@@ -72,9 +72,8 @@ class TokenizerVocabulary:
         self.separator_text = found[0]
         self.separator = entries[found[0]]
         text = json.dumps(json.loads(tokenizer.to_str()), sort_keys=True)
-        known = next((each for each in KNOWN_SEPARATORS if each in entries), None)
-        text += found[0] if found[0] != known else ""
-        self.name = f"tokenizer-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        digest = hashlib.sha256((text + found[0]).encode()).hexdigest()
+        self.name = f"tokenizer-{digest[:16]}"
 
     def encode(self, text: str) -> Numbers:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
