@@ -66,8 +66,8 @@ class OperationTrace:
         #: pairs of a tensor that a gradient reaches and of what was computed with it
         self.met: list[tuple[Dims, Dims]] = []
         self.returned: list[Dims] = []
-        #: names and dims of the results of `CHECKED` operations, in their order
-        self.checked: list[tuple[str, Dims]] = []
+        #: names, dims and shapes of the results of `CHECKED` operations, in their order
+        self.checked: list[tuple[str, Dims, tuple[int, ...]]] = []
         self.done = False
         self.uniform = True
         self.events: list[TraceEvent] = []
@@ -92,7 +92,8 @@ class OperationTrace:
         for name, module in model.named_modules():
             begin = partial(self._begin, name)
             handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
-            handles.append(module.register_forward_hook(partial(self._end, name), with_kwargs=True))
+            end = partial(self._end, name)  # before hooks of the model that gather its output
+            handles.append(module.register_forward_hook(end, with_kwargs=True, prepend=True))
         try:
             yield
         finally:
@@ -162,6 +163,12 @@ class OperationTrace:
     def attention(
         self, given: Sequence[Tensor], out: Tensor, _: int, *, causal: bool = False
     ) -> None:
+        """A fused attention on the meta device; it raises as on others for a mask of all heads."""
+        query, key, *rest = given
+        scores = (*query.shape[:-1], key.shape[-2])
+        for mask in rest[1:]:
+            if torch.broadcast_shapes(mask.shape, scores) != scores:
+                raise RuntimeError(f"a mask {tuple(mask.shape)} for scores {scores}")
         if not self.done:
             self._result(ATTENTION, given, (), out, 0)
 
@@ -181,7 +188,7 @@ class OperationTrace:
             mix([d for one in dims for d in one], f"{func} is not understood")
             found = tuple(fresh(n, f"{func} is not understood") for n in y.shape)
         if not place and checked(func):
-            self.checked.append((named(func), found))
+            self.checked.append((named(func), found, tuple(y.shape)))
         active = [x for x in given if _key(x) in self._active or _key(x) in self._params]
         if active and self.positions and segment is None:
             self._follow_positions(dims, found)

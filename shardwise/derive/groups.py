@@ -18,23 +18,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from shardwise.core.layouts.uneven import even
 from shardwise.core.plan.plan import Plan
 from shardwise.derive.axis_rules import TracedAxis, leaves
-from shardwise.derive.axis_trace import (
-    ATTENTION,
-    NoTape,
-    OperationTrace,
-    TracedLayer,
-    checked,
-    named,
-)
+from shardwise.derive.axis_trace import OperationTrace, TracedLayer, traced
 from shardwise.engine.spec_of_model import on_tensor_axis
-from shardwise.observe.meta_pass import UNKNOWN, as_on
+from shardwise.observe.meta_pass import UNKNOWN
 from shardwise.techniques.tensor.tensor_table import Table
 
 #: Of more groups that exclude each other, the largest are considered.
@@ -233,58 +224,17 @@ def keeps_shapes(
     for rank in {0, ranks - 1}:
         try:
             laid_out = on_tensor_axis(model.plain, model.plan, rank, table)
-            found = _shapes(laid_out, model.call)
+            checked = traced(laid_out, {}, model.call).checked
         except UNKNOWN:
             return False
         part = {g.axis.root: even(0, g.axis.size, ranks).size(rank) for g in grouped}
         expected = [
             (name, tuple(math.prod(part.get(x, x.size) for x in leaves(dim)) for dim in dims))
-            for name, dims in trace.checked
+            for name, dims, _ in trace.checked
         ]
+        found = [(name, shape) for name, _, shape in checked]
         if model.plan.sp:  # the stream is gathered with `cat`
             found, expected = ([e for e in x if e[0] != "cat"] for x in (found, expected))
         if found != expected:
             return False
     return True
-
-
-Result = tuple[str, tuple[int, ...]]
-
-
-def _shapes(model: nn.Module, call: Callable[[nn.Module], Any]) -> list[Result]:
-    record, cpu = _Shapes(), torch.device("cpu")
-    end = model.register_forward_hook(record.end, prepend=True)
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), as_on(cpu, record):
-            call(model)
-    finally:
-        end.remove()
-    return record.found
-
-
-class _Shapes:
-    def __init__(self) -> None:
-        self.found: list[Result] = []
-        self.done = False
-        self.tape = NoTape()
-
-    def end(self, *_: Any) -> None:
-        self.done = True
-
-    def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        made = next((x for x in tree_leaves(out) if isinstance(x, Tensor)), None)
-        if not self.done and made is not None and checked(func):
-            self.found.append((named(func), tuple(made.shape)))
-
-    def kernel(self, inputs: Sequence[Tensor], out: Tensor) -> None: ...
-
-    def attention(
-        self, given: Sequence[Tensor], out: Tensor, _: int, *, causal: bool = False
-    ) -> None:
-        """A fused attention on the meta device; it raises as on others for a mask of all heads."""
-        query, key, *rest = given
-        scores = (*query.shape[:-1], key.shape[-2])
-        for mask in rest[1:]:
-            if torch.broadcast_shapes(mask.shape, scores) != scores:
-                raise RuntimeError(f"a mask {tuple(mask.shape)} for scores {scores}")
-        self.operation(ATTENTION, given, {}, out)
