@@ -34,6 +34,7 @@ from shardwise.verify.oracles.batches import IDLE_STEP, ROWS, SEED, Division, ro
 from shardwise.verify.oracles.loads import Choices
 from shardwise.verify.oracles.oracle import Oracle, in_eval_mode
 from shardwise.verify.oracles.oracles import LOSS_SCALE, Oracles, factor_of
+from shardwise.verify.oracles.replay import Replay, published
 from shardwise.verify.records import (
     EngineStep,
     OracleStep,
@@ -213,9 +214,15 @@ class Comparison:
             if isinstance(oracle, Oracle):  # to save has finished a delayed update
                 oracle.finish()
         after = self.apart()
+        exact = self.oracles.unit == 0 or not isinstance(self.oracles.exact, Oracle)
+        update = None if exact else Replay.before(engine)
         after.step(engine, step, loaded=True)
+        if update is not None:
+            update.take_gradients()
         after.state(engine)
         self.errors += [renamed(errors, "after loading") for errors in after.errors]
+        if update is not None:
+            self.errors.append(update.errors())
         self.costs = after.costs
 
     def _delay(self, engine: Engine, step: int) -> None:
@@ -290,15 +297,6 @@ class Comparison:
         box = Box("outputs/outputs", shape, (0,) * found.dim(), shape, found)
         outputs = [{"outputs": values} for values in wanted]
         self.errors.append(compared("outputs", [box], outputs, self.oracles.unit))
-
-
-def published(engine: Engine) -> Errors:
-    """Whether flat parameters in 16 bits are their rounded masters; `boxes()` finished updates."""
-    flats, facts = engine.optimizer.flats, dict[str, bool]()
-    for k, master in engine.optimizer.masters.items():
-        rounded, found = master.to(flats[k].dtype), flats[k].shard
-        facts[f"{flats[k].names[0]} in 16 bits"] = torch.equal(rounded.to(found.device), found)
-    return Errors.of_facts("update", facts)
 
 
 def compare(
