@@ -112,8 +112,6 @@ class OneStage:
 class OneStageUnits:
     """The units of a model, gathered, freed and reduced by hooks on its modules and its root."""
 
-    frees = False
-
     def __init__(
         self,
         data: Data,

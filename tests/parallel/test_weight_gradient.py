@@ -1,5 +1,6 @@
 """Large linear layers whose weight gradients are added where they are kept: the same gradients."""
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -14,6 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
+from shardwise.core.schedule.schedule import Step
+from shardwise.engine.engine import Engine
 from shardwise.techniques.data.apply import drivers
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
 from shardwise.techniques.data.flat.weight_gradient import LEAST, take_over
@@ -311,11 +314,11 @@ def of_uses(use: str) -> nn.Module:
     return settled(nn.Sequential(*(Wide(USES[use]) for _ in range(3)), nn.Linear(WIDE, 3)))
 
 
-def trained(world: World, plan: str, use: str) -> tuple[list[float], int]:
-    """The losses of three steps, and how many gradients the last one wrote directly."""
+def counting(world: World, plan: str, use: str) -> tuple[Engine, list[int]]:
+    """An engine, and how many gradients its steps have written directly so far."""
     how: Any = {"kind": torch.optim.SGD, "options": {"lr": 1e-6}}
     engine = build(world, rows_task(partial(of_uses, use), batch), Case(f"{plan} fp64", **how))
-    losses, count = [], [0]
+    count = [0]
 
     def counted(grads: FlatGradient, *args: Any) -> None:
         count[0] += 1
@@ -323,6 +326,12 @@ def trained(world: World, plan: str, use: str) -> tuple[list[float], int]:
 
     for flat in engine.flats:
         vars(flat.grads)["add_product"] = partial(counted, flat.grads)
+    return engine, count
+
+
+def trained(world: World, plan: str, use: str) -> tuple[list[float], int]:
+    """The losses of three steps, and how many gradients the last one wrote directly."""
+    (engine, count), losses = counting(world, plan, use), list[float]()
     for step in range(3):
         count[0] = 0
         losses.append(engine.step(mine(engine, batch(step))).loss)
@@ -338,3 +347,23 @@ def test_a_weight_that_is_used_in_other_ways_too_is_trained_once(plan: str, use:
     found = run_threads(2, trained, plan, use)
     assert [losses for losses, _ in found] == [pytest.approx(expected, rel=1e-11)] * 2
     assert use != "once" or sum(count for _, count in found) == PLANS[plan]
+
+
+def products_by_action(world: World) -> Counter[str]:
+    """How many weight gradients each kind of action of this rank writes."""
+    made, before = Counter[str](), [0]
+    engine, count = counting(world, "pp2 zb-h1:2", "once")
+
+    def watch(step: Step) -> None:
+        made[step.op] += count[0] - before[0]
+        before[0] = count[0]
+
+    engine.passes.watch = watch
+    engine.step(mine(engine, batch(0)))
+    return made
+
+
+def test_weight_gradients_are_made_in_w():
+    """Under zero bubble I makes none of a large layer, for which the previous stage would wait."""
+    for made in run_threads(2, products_by_action):
+        assert made["I"] == 0 < made["W"]

@@ -34,7 +34,7 @@ from shardwise.techniques.data.outputs import Output, scalings_of, tensors_in, w
 from shardwise.techniques.data.units import (
     GradientHooks,
     Pace,
-    PutOff,
+    Products,
     StagedUnits,
     Unit,
     Units,
@@ -319,7 +319,7 @@ class Data:
         self.computes_loss = False
         self.on_grads.arrived.clear()
         if self.staged is not None:
-            self.staged.waiting = []
+            self.staged.postponed = None
         self._do(self.order.abandon())
         self.units.drop_gradients()
 
@@ -361,19 +361,17 @@ class Data:
         self._do(self.order.reached(unit.number, place))
 
     def product(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
-        """Add left^T right to the gradient of `p` (weight_gradient.py)."""
+        """Add left^T right to the gradient of `p` (weight_gradient.py); in I, leave it to W."""
+        if self.staged is not None and self.staged.postponed is not None:
+            self.staged.postponed.append((p, left, right))
+            return
         _, group, index = self.places[p]
         self._begin_backward()
         if not self.mute:
             group.grads.add_product(index, left, right)
 
-    def put_off(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
-        """In I: postpone a product to W, in which `multiply` adds it."""
-        assert self.staged is not None, "only I postpones products"
-        self.staged.waiting.append((p, left, right))
-
     @torch.no_grad()
-    def multiply(self, products: PutOff) -> None:
+    def multiply(self, products: Products) -> None:
         """In W: add products to the gradients, last layer first, and free each immediately."""
         while products:
             self.product(*products.pop(0))

@@ -275,8 +275,8 @@ def mark_kept(order: Sequence[Unit]) -> None:
 
 # --- The units of a pipeline rank -----------------------------------------------------------------
 
-#: Postponed products: a weight, and the factors of left^T right (weight_gradient.py).
-PutOff = list[tuple[nn.Parameter, Tensor, Tensor]]
+#: Weight gradients as products: a weight, and the factors of left^T right (weight_gradient.py).
+Products = list[tuple[nn.Parameter, Tensor, Tensor]]
 
 
 class StagedUnits:
@@ -285,6 +285,7 @@ class StagedUnits:
     units    by stage, the units that the stage uses
     last     the units whose gradients are reduced last, in this order
     inside   modules that only layers call: their hooks see every use of their parameters
+    postponed  the products of an I that is running, which W computes; None elsewhere
     """
 
     def __init__(
@@ -294,12 +295,7 @@ class StagedUnits:
         inside: Collection[nn.Module],
     ) -> None:
         self.units, self.last, self.inside = dict(units), list(last), inside
-        self.waiting: PutOff = []
-
-    def later(self) -> PutOff:
-        """The weight-gradient products deferred since the last call."""
-        waiting, self.waiting = self.waiting, []
-        return waiting
+        self.postponed: Products | None = None
 
 
 # --- Our hooks on parameters, among those of the program ------------------------------------------

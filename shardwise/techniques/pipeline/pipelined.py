@@ -26,7 +26,7 @@ from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.norm import LossWeights
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 from shardwise.techniques.data.unit_hooks import Data
-from shardwise.techniques.data.units import PutOff
+from shardwise.techniques.data.units import Products
 from shardwise.techniques.pipeline.runtime import Watch, open_channels, run
 from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.stage_module import Staging
@@ -221,8 +221,8 @@ class ScheduledUnits:
         self.stream = next(each.stream for each in applied if isinstance(each, Tensors))
         self.data, self.staging, self.staged = data, staging, data.staged
         self.weights, self.versions = weights, versions
-        self.device, self.frees = staging.stages.device, data.frees
-        self.put_off: dict[tuple[int, int], PutOff] = {}  # the products that W computes
+        self.device = staging.stages.device
+        self.postponed: dict[tuple[int, int], Products] = {}  # by I, for W
 
     def at(
         self, weights: LossWeights | None = None, versions: Stale | None = None
@@ -245,10 +245,12 @@ class ScheduledUnits:
                 entered.enter_context(seeded(self.device, microbatch.seed + stage))
             entered.enter_context(during(self.applied, self.device))
             if op == "W":
-                data.multiply(self.put_off.pop((stage, microbatch.index)))
+                data.multiply(self.postponed.pop((stage, microbatch.index)))
+            self.staged.postponed = [] if op == "I" else None
             yield
         if op == "I":
-            self.put_off[stage, microbatch.index] = self.staged.later()
+            self.postponed[stage, microbatch.index] = self.staged.postponed or []
+            self.staged.postponed = None
         data.leave()
 
     def reduce(self, stage: int) -> None:

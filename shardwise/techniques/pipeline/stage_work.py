@@ -97,8 +97,6 @@ class LastStage(Protocol):
 class StageUnits(Protocol):
     """What surrounds an action: the stage's units, and other state that its layers read."""
 
-    frees: bool  # whether weights may be freed between I and W
-
     def around(
         self, op: str, stage: int, microbatch: Microbatch
     ) -> AbstractContextManager[None]: ...
@@ -160,7 +158,7 @@ class StageWork:
         """I."""
         own = self.microbatches[microbatch]
         with self.units.around("I", stage, own):
-            found, rest = tape.inputs(self._arrived(stage, own, grads), freed=self.units.frees)
+            found, rest = tape.inputs(self._arrived(stage, own, grads))
         return self._grads_back(stage, own, found), rest
 
     def weights(self, stage: int, microbatch: int, rest: Rest) -> None:
@@ -225,8 +223,6 @@ class Result:
 
 class NoUnits:
     """Replicated parameters, updated by the user's loop."""
-
-    frees = False
 
     def around(self, op: str, stage: int, microbatch: Microbatch) -> AbstractContextManager[None]:
         return nullcontext()

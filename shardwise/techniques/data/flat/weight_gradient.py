@@ -2,7 +2,7 @@
 
     forward     x, W, b ---> y
     backward    gy, W -----> gx
-                gy, x -----> sink     gW = gy^T x, added in place, or postponed to W (zero bubble)
+                gy, x -----> sink     gW = gy^T x, added in place; under zero bubble, in W
 
 Autograd makes a new tensor for each weight gradient, which is then added to the flat gradient. For
 33M parameters the sink saves writing and reading 130 MB for each microbatch after the first, so it
@@ -108,8 +108,6 @@ class _Linear(torch.autograd.Function):
         """Of x [..., in], weight [out, in] and bias [out]: [..., out]."""
         ctx.parameter = weight  # saved tensors may be unpacked as other objects
         ctx.sink = sink
-        # the edge whose gradient can be postponed, and whether it is (pipeline/backward.py)
-        ctx.can_put_off, ctx.puts_off = 1, False
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
         # not a view: the next layer may work in place
@@ -138,8 +136,6 @@ def _to_sink(ctx: Any, left: Tensor, right: Tensor) -> bool:
         return False
     if accumulated:
         ctx.sink.product(ctx.parameter, left, right)
-    elif ctx.puts_off:
-        ctx.sink.put_off(ctx.parameter, left, right)
     return True
 
 
