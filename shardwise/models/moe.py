@@ -5,8 +5,6 @@ expert: with k experts per token and one shared expert, a token takes as many op
 whose hidden width is k + 1 times as large.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -72,30 +70,6 @@ def tiny(text: str) -> MoEConfig:
     return MoEConfig(TINY, Gate(name, *counts, capacity, losses=losses), shared=1)
 
 
-@contextmanager
-def fitting_clusters(model: nn.Module) -> Iterator[None]:
-    """Inside, a forward pass of all data ranks fits the centroids of every `cluster` gate."""
-
-    def fit(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        assert isinstance(layer, MoE)
-        layer.fit(inputs[0])
-
-    layers = [module for module in model.modules() if isinstance(module, MoE)]
-    handles = [
-        layer.register_forward_pre_hook(fit) for layer in layers if layer.gate.name == "cluster"
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def fit_clusters(model: nn.Module, tokens_BT: Tensor) -> None:
-    with fitting_clusters(model), torch.no_grad():
-        model(tokens_BT)
-
-
 class MoEOutput(NamedTuple):
     """Logits [B, T, V], and the sum of the auxiliary losses of all layers, without dims."""
 
@@ -118,7 +92,7 @@ class MoEGPT(nn.Module):
         name_layers(self)
 
     def forward(self, tokens_BT: Tensor, experts_BT: Tensor | None = None) -> MoEOutput:
-        """`experts_BT`: the expert of each token, for the gates `assigned` and `argmax`."""
+        """`experts_BT`: the expert of each token, for the gate `assigned`."""
         x_BTD = self.embed(tokens_BT)
         turn = rotation(tokens_BT.shape[1], self.config.gpt.head_width, x_BTD)
         target_BT = tokens_BT if self.config.gate.name == "hash" else experts_BT
@@ -185,7 +159,7 @@ def batch(rows: int, config: MoEConfig, seed: int) -> dict[str, Tensor]:
         "inputs": text[:, :-1].contiguous(),
         "targets": text[:, 1:].contiguous(),
     }
-    if config.gate.name in ("assigned", "argmax"):
+    if config.gate.name == "assigned":
         shape = rows, sizes.sequence
         made["experts"] = torch.randint(config.gate.experts, shape, generator=generator)
     return made

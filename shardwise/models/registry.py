@@ -14,8 +14,6 @@ from shardwise.models.pretrained import PUBLISHED
 from shardwise.models.trainable import Trainable, fill, initial
 from shardwise.models.user import UserConfig
 
-#: Rows of a first pass, on which clusters of tokens are fitted.
-FIRST_PASS: Final = 8
 NAMED: Final = {"gpt": SIZES["tiny"], **{f"gpt:{n}": s for n, s in SIZES.items()}, **PUBLISHED}
 FORMS: Final = f"{', '.join(NAMED)}, moe:GATE[:CAPACITY], hf:NAME, hf:./FOLDER or file.py:build"
 
@@ -69,22 +67,13 @@ def of_gpt(name: str, config: GPTConfig, seed: int = 0) -> Trainable:
 
 def of_moe(name: str, config: MoEConfig, seed: int = 0) -> Trainable:
     make, make_batch = partial(_filled, config, seed), partial(_moe_batch, config)
-    if config.gate.name != "cluster":
-        return Trainable(name, make, moe.loss, make_batch, gpt.tokens, initial)
-    return Trainable(name, partial(_fitted, config, seed), moe.loss, make_batch, gpt.tokens)
+    return Trainable(name, make, moe.loss, make_batch, gpt.tokens, initial)
 
 
 def _filled(sizes: decoder.Sizes, seed: int) -> nn.Module:
     model = decoder.build(sizes)
     if not next(model.parameters()).is_meta:
         fill(model, seed)
-    return model
-
-
-def _fitted(config: MoEConfig, seed: int) -> nn.Module:
-    model = _filled(config, seed)
-    if not next(model.parameters()).is_meta:
-        moe.fit_clusters(model, _moe_batch(config, FIRST_PASS, seed)["inputs"])
     return model
 
 

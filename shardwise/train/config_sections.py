@@ -77,8 +77,8 @@ class ModelSection(BaseModel):
     gate: Text = Field(
         default="topk-renormalised",
         description="`switch`, `gshard`, `topk`, `topk-renormalised`, `topk-softmax-after`, "
-        "`noisy-topk`, `sigmoid`, `expert-choice`, `hash` or `cluster`; `switch:1.25` has the "
-        "capacity factor 1.25, and drops the tokens beyond it",
+        "`noisy-topk`, `sigmoid`, `expert-choice` or `hash`; `switch:1.25` has the capacity "
+        "factor 1.25, and drops the tokens beyond it",
     )
 
 

@@ -39,8 +39,6 @@ from shardwise.train.model import (
     Batch,
     batch,
     build,
-    fit_clusters,
-    has_clusters,
     learning_rate,
     predictor,
     with_least_offload,
@@ -88,7 +86,6 @@ def train(
         with ExitStack() as shown:
             run = begin(prepared, engine, at, stop, console=console, stack=shown)
             opening(run, at)
-            first_pass(run, at)
             if any_rank(stop.received, world):
                 return say(NOTHING, world, console)
             stopped = steps(run, at)
@@ -181,12 +178,6 @@ def opening(run: Run, at: Position) -> None:
     run.progress.note(
         f"unigram baseline on validation: {run.unigram:.4f} nats a token, {bits:.3f} bits a byte"
     )
-
-
-def first_pass(run: Run, at: Position) -> None:
-    """Fit the clusters of gates that have them, before the first step."""
-    if at.step == 0 and has_clusters(run.prepared):
-        fit_clusters(run.engine, share(run, run.prepared.batches.numbers(0)))
 
 
 def steps(run: Run, at: Position) -> bool:

@@ -18,7 +18,7 @@ from shardwise.engine.optimizer.optimizer_spec import Adafactor, AdamW, Lion, Mu
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine
 from shardwise.engine.predict import Predictor, predict_with
-from shardwise.models import decoder, gpt, moe
+from shardwise.models import decoder, gpt
 from shardwise.models.decoder import Sizes
 from shardwise.observe.dry_twin import DryTwin
 from shardwise.observe.work import kernels_of
@@ -87,17 +87,6 @@ def dry_twin(prepared: PreparedRun, engine: Engine) -> DryTwin:
 def _as_built(prepared: PreparedRun, engine: Engine) -> EngineOptions:
     stages = engine.staging.begins if engine.staging else None
     return replace(_options(prepared, engine.world.device), stages=stages)
-
-
-def has_clusters(prepared: PreparedRun) -> bool:
-    sizes = prepared.sizes
-    return isinstance(sizes, moe.MoEConfig) and sizes.gate.name == "cluster"
-
-
-def fit_clusters(engine: Engine, share: Batch) -> None:
-    """Fit the clusters of tokens in a first pass over a global batch; called by all ranks."""
-    with moe.fitting_clusters(engine.model):
-        engine.evaluate(share)
 
 
 def optimizer_of(train: TrainSection) -> OptimizerSpec:

@@ -113,11 +113,11 @@ def _refuse_keys(section: ModelSection, own: list[str]) -> None:
 
 def _trained_on_text(sizes: MoEConfig) -> MoEConfig:
     """Raises InputError for a gate that reads numbers which no text has."""
-    if sizes.gate.name in ("assigned", "argmax"):
+    if sizes.gate.name == "assigned":
         raise bad(
             f"model.gate = '{sizes.gate.name}' in a run on text, which does not assign tokens to "
             "experts",
-            "a gate that reads logits, token ids or features",
+            "a gate that reads logits or token ids",
             "model.gate = 'hash'",
         )
     return sizes

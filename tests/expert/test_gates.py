@@ -1,4 +1,4 @@
-"""Gates, beside what tests/verify proves of them: hashes, clusters, refusals, queues' rules."""
+"""Gates, beside what tests/verify proves of them: hashes, refusals, queues' rules."""
 
 import math
 from dataclasses import replace
@@ -24,7 +24,6 @@ from shardwise.techniques.expert.moe_layer import MoE
 from shardwise.techniques.expert.routing import GlobalBatch, queues
 from shardwise.train.config_sections import ModelSection
 from shardwise.train.sizes import model_sizes
-from tests.parallel.test_stage import Largest
 from tests.pool import run_threads
 
 F64 = torch.float64
@@ -84,67 +83,6 @@ def test_hashes_and_random_numbers_are_uniform():
     others = key_of(1, "blocks.0.moe"), key_of(0, "blocks.1.moe")
     for other in (uniform(rows, key, 1), *(uniform(rows, each, 0) for each in others)):
         assert abs(float(torch.corrcoef(torch.stack([found, other]))[0, 1])) < 0.05
-
-
-def in_turn(distances: list[list[int]]) -> list[int]:
-    """The clusters of features that choose one after the other."""
-    experts = len(distances[0])
-    room = [-(-len(distances) // experts)] * experts
-    near = [sorted(line)[:2] for line in distances]
-    found = [0] * len(distances)
-    for row in sorted(range(len(distances)), key=lambda row: near[row][0] - near[row][-1]):
-        free = [cluster for cluster in range(experts) if room[cluster]]
-        found[row] = min(free, key=lambda cluster: distances[row][cluster])
-        room[found[row]] -= 1
-    return found
-
-
-@given(st.integers(1, 6), st.integers(1, 40), st.integers(1, 30), st.integers(0, 10_000))
-@settings(max_examples=40, deadline=None)
-def test_balanced_clusters_are_chosen_in_turn(experts: int, n: int, most: int, seed: int):
-    """Features take the nearest cluster with room, those first that would lose most; ties too."""
-    draw = torch.Generator().manual_seed(seed)
-    distances = torch.randint(most, (n, experts), generator=draw)
-    found = hard._assign_with_room(distances.to(F64))
-    assert found.tolist() == in_turn(distances.tolist())
-
-
-def clustered(world: World, features: Tensor, shares: list[int]) -> None:
-    """Features that several ranks share have the clusters of one process."""
-    batch = GlobalBatch((world.on(Mesh.parse(f"dp{world.size}")).axis("dp"),))
-    mine, expected = features.split(shares)[world.rank], hard.balanced_clusters(features, 3, ALONE)
-    centroids, clusters = hard.balanced_clusters(mine, 3, batch)
-    assert torch.equal(centroids, expected[0])
-    assert torch.equal(clusters, expected[1].split(shares)[world.rank])
-
-
-def test_clusters():
-    """Balanced clusters separate what is far apart, on ranks too; none makes a tensor [N, E, D]."""
-    centres = torch.tensor([[0.0, 0], [10, 0], [0, 10]], dtype=F64)
-    features = centres.repeat(10, 1) + 0.1 * logits_of(30, 2)
-    with Largest() as largest:
-        centroids, clusters = hard.balanced_clusters(features, 3, ALONE, seed=1)
-    assert largest.size == 30 * 3 * F64.itemsize
-    assert clusters.bincount().tolist() == [10, 10, 10]
-    assert torch.equal(hard.nearest(features, centroids), clusters)
-    assert all(len(set(clusters[g::3].tolist())) == 1 for g in range(3))
-    equal = torch.tensor([[1.0, 2.0, -3.0, 4.0, 0.5]], dtype=F64).expand(10, 5)  # exact means
-    centroids, clusters = hard.balanced_clusters(equal, 4, ALONE)
-    assert clusters.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
-    assert hard.nearest(equal, centroids).tolist() == [0] * 10
-    run_threads(4, clustered, logits_of(15, 4), [7, 0, 6, 2])
-
-
-@pytest.mark.cases(3)
-@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16])
-def test_nearest(dtype: torch.dtype):
-    """The nearest centroid is the same whatever part of the features a rank has."""
-    features, centroids = logits_of(3000, 500).to(dtype), logits_of(9, 500, seed=1).to(dtype)
-    distances = (features[:, None].double() - centroids.double()).square().sum(-1)
-    found = hard.nearest(features, centroids)
-    assert torch.equal(found, distances.argmin(-1))
-    assert torch.equal(torch.cat([hard.nearest(x, centroids) for x in features.split(7)]), found)
-    assert len(hard.nearest(features[:0], centroids)) == 0
 
 
 # --- gates that change with each pass -------------------------------------------------------------
@@ -222,7 +160,6 @@ REFUSED: list[tuple[Any, str]] = [
     *((lambda o=o: Gate(**({"name": "topk", "experts": 4} | o)), said) for o, said in OPTIONS),
     *((lambda a=a: MoE(*a, *[Gate("topk", 4)][: len(a) < 3]), said) for a, said in LAYERS),
     (lambda: Gate("hash", 4).route(logits_of(2, 4), ALONE), "without the expert of each token"),
-    (lambda: hard.balanced_clusters(logits_of(3, 5), 4, ALONE), "3 tokens, to fit 4 clusters"),
     *(
         (
             lambda t=t: Gate("assigned", 4).route(logits_of(2, 4), ALONE, Extra(target=t)),
@@ -241,18 +178,16 @@ def test_refused(call: Any, said: str):
         call()
 
 
-def assigned_wrongly(world: World, name: str, wrong: Tensor, said: str) -> None:
-    """Only rank 1 is given experts that do not exist; rank 0 has its own choice, if it may."""
-    layer = MoE(8, 8, Gate(name, 4))
+def assigned_wrongly(world: World, wrong: Tensor, said: str) -> None:
+    """Only rank 1 is given experts that do not exist."""
+    layer = MoE(8, 8, Gate("assigned", 4))
     batch = GlobalBatch((world.on(Mesh.parse("dp2")).axis("dp"),))
     layer.place = replace(layer.place, batch=batch, name="blocks.3.moe")
-    chosen = torch.tensor([0, 3, 1]) if name == "assigned" else None
     with pytest.raises(InputError, match=f"blocks.3.moe, .* {said}"):
-        layer(torch.randn(3, 8), wrong if world.rank else chosen)
+        layer(torch.randn(3, 8), wrong if world.rank else torch.tensor([0, 3, 1]))
 
 
-@pytest.mark.parametrize("name", ["assigned", "argmax"])
-def test_experts_of_one_rank_that_do_not_exist(name: str):
+def test_experts_of_one_rank_that_do_not_exist():
     """An assignment that one rank cannot use is an error on all, with the layer and the rank."""
     wrong: list[tuple[list[float], str]] = [
         ([4, 0, -1], r"-1 to 4 on data rank 1.*instead: Gate\(..., experts=5\)"),
@@ -260,4 +195,4 @@ def test_experts_of_one_rank_that_do_not_exist(name: str):
         ([0.0, NAN, 2.0], r"nan to nan \(floating point\) on data rank 1.*target.long\(\)"),
     ]
     for target, said in wrong:
-        run_threads(2, assigned_wrongly, name, torch.tensor(target), said)
+        run_threads(2, assigned_wrongly, torch.tensor(target), said)

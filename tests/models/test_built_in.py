@@ -15,7 +15,6 @@ from shardwise.models.pretrained import PUBLISHED
 from shardwise.models.registry import find
 from shardwise.models.trainable import fill, initial
 from shardwise.techniques.expert.gate import GATES, Gate
-from shardwise.techniques.expert.moe_layer import MoE
 
 MICRO = GPTConfig(vocabulary=23, layers=2, width=16, heads=4, kv_heads=2, hidden=24, sequence=6)
 TIED = replace(MICRO, tied=True)
@@ -187,21 +186,6 @@ def test_sizes_after_the_gate() -> None:
     gates = [moe.tiny(text).gate for text in ("topk", "topk:1.25", "topk::8:3", "switch:2:6")]
     sizes = [(None, 4, 2), (1.25, 4, 2), (None, 8, 3), (2.0, 6, 1)]
     assert [(g.capacity, g.experts, g.k) for g in gates] == sizes
-
-
-def test_clusters_are_fitted_on_a_first_pass() -> None:
-    """The model `moe:cluster` has centroids of every layer, and its clusters are all used."""
-    made = find("moe:cluster")
-    model, again = made.build(), made.build()
-    batch = made.batch(8, 0)
-    made.loss(model, batch)
-    layers = [m for m in model.modules() if isinstance(m, MoE)]
-    assert len(layers) == 2
-    for layer in layers:
-        assert layer.load is not None
-        assert min(layer.load.computed) > 0
-    for name, b in model.named_buffers():
-        assert torch.equal(b, again.get_buffer(name))
 
 
 @pytest.mark.cases(3)

@@ -25,19 +25,11 @@ def settings(folder: Path, plan: str, model: dict[str, Any], **train: Any) -> co
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("plan", "model"),
-    [
-        ("dp2 ep2 zero2", {"gate": "topk:1"}),
-        ("dp2 ep2 zero2", {"gate": "cluster"}),
-        ("pp2 1f1b:2", {"gate": "cluster"}),
-    ],
-)
-def test_loads_do_not_depend_on_the_plan(plan: str, model: dict[str, Any], tmp_path: Path) -> None:
-    """Two ranks record what one rank does, resumed after two steps, with the clusters of before. Of
-    17 rows the third step has one, which leaves a data rank without any; five under pp.
+def test_loads_do_not_depend_on_the_plan(tmp_path: Path) -> None:
+    """Two ranks record what one rank does, resumed after two steps. Of 17 rows the third step has
+    one, which leaves a data rank without any.
     """
-    rows = 5 if "pp" in plan else 8
+    plan, model, rows = "dp2 ep2 zero2", {"gate": "topk:1"}, 8
     one = runs.run(settings(tmp_path / "one", "dp1", model, batch=rows, steps=3))
     runs.run(settings(tmp_path / "two", plan, model, batch=rows, steps=2), 2)
     given = settings(tmp_path / "two", plan, model, batch=rows, steps=3)
@@ -45,14 +37,9 @@ def test_loads_do_not_depend_on_the_plan(plan: str, model: dict[str, Any], tmp_p
     assert [r.loss for r in one] == pytest.approx([r.loss for r in two], rel=1e-10)
     assert [r.expert_loads for r in one] == [r.expert_loads for r in two]
     assert [r.dropped for r in one] == [r.dropped for r in two]
-    assert any(record.dropped for record in one) == (model["gate"] == "topk:1")
-    if model["gate"] == "cluster":  # fitted before the first step, on its batch
-        loads = one[0].expert_loads or {}
-        assert len(loads) == 2
-        assert all(max(own) - min(own) < one[0].tokens // 4 for own in loads.values())
-    else:
-        entropy = pytest.approx([r.gate_entropy for r in two], rel=1e-10)
-        assert [r.gate_entropy for r in one] == entropy
+    assert any(record.dropped for record in one)
+    entropy = pytest.approx([r.gate_entropy for r in two], rel=1e-10)
+    assert [r.gate_entropy for r in one] == entropy
 
 
 # --- disk ---------------------------------------------------------------------------------------

@@ -201,7 +201,7 @@ def test_a_full_disk_ends_all_ranks_in_one_paragraph(where: str, tmp_path: Path)
 def test_what_fails_before_its_first_step_can_be_started_again(tmp_path: Path) -> None:
     """Nothing of it could be resumed, so the same command is not refused."""
     given = runs.settings(tmp_path / "run", steps=2)
-    with runs.before("loop.first_pass", runs.full_disk), pytest.raises(OSError, match="No space"):
+    with runs.before("loop.steps", runs.full_disk), pytest.raises(OSError, match="No space"):
         loop.train(given, alone())
     with hold_folder(given, RunStart()), pytest.raises(InputError, match="another process is writ"):
         loop.train(given, alone(), RunStart(overwrite=True))

@@ -49,22 +49,12 @@ class Exchange:
 
     @classmethod
     def of(
-        cls,
-        routing: Routing,
-        batch: GlobalBatch,
-        ep: Axis,
-        peers: tuple[int, ...],
-        slots: tuple[int, ...] = (),
+        cls, routing: Routing, batch: GlobalBatch, ep: Axis, peers: tuple[int, ...]
     ) -> "Exchange":
-        """For this data rank; `peers` are the data ranks of its `ep` axis. `slots`: the experts by
-        rank, if this is not their order; "by expert" then means in this order.
-        """
-        loads_RE, chosen, rank = routing.loads, routing.experts, batch.rank
-        if slots:
-            order = torch.tensor(slots, dtype=torch.int64, device=loads_RE.device)
-            loads_RE, chosen = loads_RE[:, order], order.argsort().to(chosen.device)[chosen]
+        """For this data rank; `peers` are the data ranks of its `ep` axis."""
+        loads_RE, rank = routing.loads, batch.rank
         experts = loads_RE.shape[1]
-        key = torch.where(routing.positions >= 0, chosen, experts).flatten()
+        key = torch.where(routing.positions >= 0, routing.experts, experts).flatten()
         choices = torch.argsort(key, stable=True)[: int(loads_RE[rank].sum())]
         by_rank = loads_RE[list(peers)].view(ep.size, ep.size, -1)  # from, to, expert
         sent = loads_RE[rank].view(ep.size, -1).sum(1).tolist()

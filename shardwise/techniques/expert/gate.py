@@ -1,12 +1,12 @@
 """A gate with its options: from logits to a routing of the global batch.
 
-docs/explanation/experts.md lists the gates. The hard ones, `assigned`, `hash`, `cluster` and
-`argmax`, give each token one expert with weight 1.
+docs/explanation/experts.md lists the gates. The hard ones, `assigned` and `hash`, give each token
+one expert with weight 1.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -37,11 +37,9 @@ GATES: Final[dict[str, int | None]] = {
     "expert-choice": None,
     "assigned": 1,
     "hash": 1,
-    "cluster": 1,
-    "argmax": 1,
 }
 #: Gates without a router.
-FIXED: Final = ("assigned", "hash", "cluster")
+FIXED: Final = ("assigned", "hash")
 LOSSES: Final = ("balance", "importance", "z")
 
 
@@ -52,7 +50,7 @@ class Extra:
     random   noisy-topk: [N, E] standard normal; gshard: [N] uniform; None: without randomness
     spread   noisy-topk: [N, E], the scale of the noise before softplus
     bias     sigmoid: [E]
-    target   hard gates: [N] the expert of each token; for argmax what it learns to predict
+    target   hard gates: [N] the expert of each token
     """
 
     random: Tensor | None = None
@@ -154,7 +152,7 @@ class Gate:
         of = torch.zeros_like(logits).scatter(-1, choice.experts, weights * wanted)
         counts = lined.wanted_by_choice[: choice.balance_choices].sum(0).to(logits.device)
         found = GateOutput(logits, choice.probabilities, of, counts, lined.facts.tokens)
-        routing = Routing(
+        return Routing(
             choice.experts,
             weights * self.scale,
             lined.positions,
@@ -166,10 +164,6 @@ class Gate:
             lined.facts.entropy,
             losses_of(found, self._losses(asked=losses), batch),
         )
-        if self.name == "argmax" and extra.target is not None and losses:
-            learned = hard.assignment_loss(logits, extra.target, lined.facts.tokens, batch)
-            routing = replace(routing, losses={**routing.losses, "assignment": learned})
-        return routing
 
     def choose(self, logits: Tensor, extra: Extra) -> Choice:
         """What each token asks for."""
@@ -188,8 +182,6 @@ class Gate:
             case "sigmoid":
                 bias = logits.new_zeros(self.experts) if extra.bias is None else extra.bias
                 return gates.sigmoid(logits, self.k, bias)
-            case "argmax":
-                return hard.argmax(logits, extra.target)
             case _:
                 if extra.target is None:
                     raise bad(

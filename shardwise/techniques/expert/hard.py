@@ -1,9 +1,6 @@
 """Hard gates, which give each token one expert with weight 1; and gates that change with passes.
 
-    N  tokens of this rank      E  experts      D  width of a feature
-
-No gradient reaches a hard gate's router through the output, so its experts train as independent
-models on their share of the tokens.
+    N  tokens of this rank      E  experts
 
     random number = hash(seed, name of the layer, number of the pass, place in the global batch)
 
@@ -18,7 +15,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from shardwise.core.errors import RunError, bad
 from shardwise.techniques.expert.gates import Choice
@@ -27,19 +23,12 @@ from shardwise.techniques.expert.routing import GlobalBatch
 
 def assigned(assignment: Tensor, experts: int) -> Choice:
     """The expert of each token from outside: `assignment` [N], from 0 to experts - 1."""
-    chosen, valid = _clamp_to_experts(assignment, experts)
+    chosen = assignment.long().clamp(0, experts - 1)
+    valid = (chosen == assignment).all() & (not assignment.is_floating_point())
     weights = torch.ones(len(chosen), 1, dtype=torch.float64, device=chosen.device)
     zeros = weights.new_zeros(len(chosen), experts)
     probabilities = zeros.scatter(1, chosen.view(-1, 1), 1.0)
     return Choice(chosen.view(-1, 1), weights, probabilities, valid=valid)
-
-
-def _clamp_to_experts(assignment: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The assignment [N] clamped to the experts that exist, and whether nothing was clamped."""
-    chosen = assignment.long().clamp(0, experts - 1)
-    if assignment.is_floating_point():
-        return chosen, torch.zeros((), dtype=torch.bool, device=chosen.device)
-    return chosen, (chosen == assignment).all()
 
 
 def require_experts(
@@ -94,118 +83,6 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
 
 def _to_int64(number: int) -> int:
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def argmax(logits: Tensor, targets: Tensor | None = None) -> Choice:
-    """The expert of the largest logit, with weight 1. The router learns to predict an assignment
-    (`assignment_loss`). Gross et al., arXiv 1704.06363, section 3.1.
-    """
-    given = logits.argmax(-1) if targets is None else targets
-    chosen, valid = _clamp_to_experts(given, logits.shape[-1])
-    weights = torch.ones_like(logits[:, :1])
-    return Choice(chosen.view(-1, 1), weights, logits.softmax(-1), valid=valid)
-
-
-def assignment_loss(logits: Tensor, targets: Tensor, tokens: int, batch: GlobalBatch) -> Tensor:
-    """The cross-entropy of logits [N, E] with the experts `targets` [N], the mean over `tokens`."""
-    summed = functional.cross_entropy(logits, targets, reduction="sum")
-    return batch.sum(summed.view(1)).squeeze(0) / max(1, tokens)
-
-
-def nearest(features: Tensor, centroids: Tensor) -> Tensor:
-    """The nearest of the centroids [E, D] to each feature [N, D], the first of equals."""
-    return _distances(features, centroids).argmin(-1)
-
-
-def balanced_clusters(
-    features: Tensor, experts: int, batch: GlobalBatch, *, iterations: int = 10, seed: int = 0
-) -> tuple[Tensor, Tensor]:
-    """Balanced k-means on a first pass: the centroids [E, D], and the cluster of each feature [N].
-
-    No cluster has more than ceil(tokens / experts) features of the global batch. Features take the
-    nearest cluster with room, those that would lose most by the second nearest first. All data
-    ranks gather the features and compute the same, with O(N (D + E)) memory. After Gross et al.,
-    arXiv 1704.06363, section 3.1, where clusters of images are balanced by hand.
-    """
-    sizes = batch.sizes(len(features), features.device)
-    padded = features.new_zeros(max(sizes), features.shape[-1])
-    padded[: len(features)] = features.detach()
-    parts = [x[:size] for x, size in zip(batch.gather(padded), sizes, strict=True)]
-    every = torch.cat(parts)
-    if len(every) < experts:
-        raise bad(
-            f"a first pass over {len(every)} tokens, to fit {experts} clusters",
-            "as many tokens as experts, or more",
-            f"a larger first batch, or experts={max(1, len(every))}",
-        )
-    draw = torch.Generator("cpu").manual_seed(seed)
-    order = torch.randperm(len(every), generator=draw, dtype=torch.int64, device="cpu")
-    centroids = every[order[:experts].to(every.device)]
-    clusters = _assign_with_room(_distances(every, centroids))
-    for _ in range(iterations):
-        centroids = _means(every, clusters, centroids)
-        moved = _assign_with_room(_distances(every, centroids))
-        if torch.equal(moved, clusters):
-            break
-        clusters = moved
-    return centroids, clusters.split(sizes)[batch.rank]
-
-
-def _assign_with_room(distances_NE: Tensor) -> Tensor:
-    """The cluster of each feature; a cluster has room for ceil(N / E) of them.
-
-    The same as if features chose one after the other, but all at once: a cluster that more want
-    than it has room for is full for all that come later, and those choose again:
-
-        order of choice   1   2   3   4          a cluster has room for 2
-        nearest           a   a   a   b          a is full from 3 on
-        then              a   a   b   b
-
-    At most E rounds, since in each the first full cluster stays full.
-    """
-    n, experts = distances_NE.shape
-    room = -(-n // experts)
-    near = distances_NE.topk(min(2, experts), largest=False).values
-    order = (near[:, -1] - near[:, 0]).argsort(descending=True, stable=True)
-    left_NE = distances_NE[order]  # infinite to clusters that are full
-    chosen = left_NE.argmin(-1)
-    while (over := (counts := chosen.bincount(minlength=experts)) > room).any():
-        by_cluster = chosen.argsort(stable=True)
-        full_from = by_cluster[(counts.cumsum(0) - counts + room)[over]].tolist()
-        for cluster, start in zip(over.nonzero().flatten().tolist(), full_from, strict=True):
-            left_NE[start:, cluster] = math.inf
-        chosen[min(full_from) :] = left_NE[min(full_from) :].argmin(-1)
-    return torch.empty_like(chosen).index_copy_(0, order, chosen)
-
-
-def _means(features: Tensor, clusters: Tensor, centroids: Tensor) -> Tensor:
-    """Means [E, D] of clusters, else the old centroids. CUDA's index_add would differ by rank."""
-    members = functional.one_hot(clusters, len(centroids)).double()
-    sums = torch.zeros_like(centroids, dtype=torch.float64)
-    for own, part in zip(_in_parts(members, features), _in_parts(features, features), strict=True):
-        sums.addmm_(own.t(), part.double())
-    counts = members.sum(0).unsqueeze(1)
-    return torch.where(counts > 0, (sums / counts.clamp(min=1)).to(centroids), centroids)
-
-
-def _distances(features: Tensor, centroids: Tensor) -> Tensor:
-    """|x - c|^2 - |x|^2 = |c|^2 - 2 x c for each feature and centroid, [N, E].
-
-    A matrix product rounds differently for other numbers of features. In fp64 rounding does not
-    decide which centroid is nearest. Equal centroids have equal distances.
-    """
-    c_ED = centroids.double()
-    parts = [
-        torch.addmm(c_ED.square().sum(-1), part.double(), c_ED.t(), alpha=-2)
-        for part in _in_parts(features, features)
-    ]
-    between_EE = torch.cdist(c_ED, c_ED, compute_mode="donot_use_mm_for_euclid_dist")
-    return torch.cat(parts)[:, (between_EE == 0).int().argmax(-1)]
-
-
-def _in_parts(rows: Tensor, features: Tensor) -> tuple[Tensor, ...]:
-    """Parts of the rows, each for features that take 8 MiB in fp64."""
-    return rows.split(max(1, (1 << 20) // features.shape[-1]))
 
 
 # --- passes -------------------------------------------------------------------------------------

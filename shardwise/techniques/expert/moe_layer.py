@@ -40,8 +40,7 @@ class ExpertPlace:
     peers are the data ranks along `ep`. has_no_rows() says that the tokens of this forward pass
     stand in for a batch without rows: the layer takes part without a token. on_routing() is called
     with the routing of each forward pass. skips() says that a training step goes on although logits
-    are not finite: its loss will not be, and it is skipped. `slots` are the experts in the order of
-    their ranks; empty: in the order of their numbers.
+    are not finite: its loss will not be, and it is skipped.
 
     With `parts` above 1 as many ranks compute the same tokens, each with a part of the hidden
     features of every expert: `enter` takes the layer's input to these ranks, and `leave` sums their
@@ -58,7 +57,6 @@ class ExpertPlace:
     enter: Callable[[Tensor], Tensor] = identity
     leave: Callable[[Tensor], Tensor] = identity
     parts: int = 1
-    slots: tuple[int, ...] = ()
 
 
 class Load(NamedTuple):
@@ -156,26 +154,22 @@ class MoE(nn.Module):
         self.seed, self.pass_records = seed, PassRecords()
         if gate.name in ("gshard", "noisy-topk"):
             self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
-        shapes = {"sigmoid": {"bias": gate.experts, "choices": gate.experts}}.get(gate.name, {})
-        for name, size in shapes.items():
-            self.register_buffer(name, torch.zeros(size))
-        if gate.name == "cluster":
-            self.register_buffer("centroids", torch.full((gate.experts, width), torch.nan))
+        for name in ("bias", "choices") if gate.name == "sigmoid" else ():
+            self.register_buffer(name, torch.zeros(gate.experts))
 
     def reset_buffers(self) -> None:
-        for name, b in self.named_buffers(recurse=False):
-            b.fill_(torch.nan if name == "centroids" else 0)
+        for b in self.buffers(recurse=False):
+            b.fill_(0)
 
     def forward(self, x: Tensor, target: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The layer's output and its auxiliary loss. Called by all data ranks.
 
-        target: [...] for `hash` the token ids; for `assigned` the expert of each token, from 0 up;
-        for `argmax` the experts that it learns to predict (None: its own choice).
+        target: [...] for `hash` the token ids; for `assigned` the expert of each token, from 0 up.
 
         Raises:
             InputError: `x` has another width than the layer, or `target` another shape; a hard gate
-                without `target`, a `cluster` gate without centroids; on all data ranks, if the
-                `target` of a rank has an expert that does not exist.
+                without `target`; on all data ranks, if the `target` of a rank has an expert that
+                does not exist.
             NonFiniteError: on all data ranks, if a rank's logits are infinite or NaN.
         """
         self._require_input(x, target)
@@ -194,7 +188,7 @@ class MoE(nn.Module):
         if not goes_on:
             self._require_finite(routing)
         self._remember(routing, extra.bias)
-        exchange = Exchange.of(routing, place.batch, place.ep, place.peers, place.slots)
+        exchange = Exchange.of(routing, place.batch, place.ep, place.peers)
         token = exchange.choices // routing.experts.shape[1]
         arrive = exchange.begin_dispatch(x_ND.index_select(0, token))
         of_shared = None if self.shared is None else self.shared(x)  # while rows are under way
@@ -221,29 +215,10 @@ class MoE(nn.Module):
             given = f"a call of a sw.MoE with x of shape {tuple(x.shape)} and target {shape}"
             raise bad(given, "a target for each token", f"target of shape {tuple(x.shape[:-1])}")
 
-    def fit(self, features: Tensor) -> Tensor:
-        """Fit the centroids of a `cluster` gate on features [..., D] of a first pass. Returns the
-        balanced cluster of each feature. Called by all data ranks. Raises InputError, on all of
-        them, for fewer features than experts.
-        """
-        self._require_input(features, None)
-        dtype = torch.promote_types(features.dtype, torch.float32)
-        x_ND = features.detach().flatten(0, -2).to(dtype)
-        own, experts = x_ND[:0] if self.place.has_no_rows() else x_ND, self.gate.experts
-        found, clusters = hard.balanced_clusters(own, experts, self.place.batch)
-        self.get_buffer("centroids").copy_(found)
-        return clusters.view(features.shape[:-1]) if len(own) == len(x_ND) else clusters
-
     def _extra(self, x_ND: Tensor, target_N: Tensor | None) -> Extra:
         match self.gate.name:
             case "hash" if target_N is not None:
                 return Extra(target=hard.hashed(target_N, self.gate.experts))
-            case "cluster":
-                centroids = self.get_buffer("centroids")
-                if not centroids.is_meta and centroids.isnan().any():
-                    given = f'the gate "cluster" of {self._name} without centroids'
-                    raise bad(given, "centroids fitted on a first pass", "layer.fit(features)")
-                return Extra(target=hard.nearest(x_ND.detach(), centroids.to(x_ND)))
             case "sigmoid":
                 return Extra(bias=self._bias_of_pass())
             case "gshard" | "noisy-topk" if self.training:

@@ -75,7 +75,7 @@ class Mixture:
         y = y_ND.view_as(x)
         if layer.shared is not None:
             y = y + layer.shared(x)
-        loss = self._losses(found, logits_NE, ids_N) if layer.training else logits_NE.new_zeros(())
+        loss = self._losses(found, logits_NE) if layer.training else logits_NE.new_zeros(())
         return y, loss
 
     def _choose(self, x_ND: Tensor, logits_NE: Tensor, ids_N: Tensor | None) -> Chosen:
@@ -84,11 +84,8 @@ class Mixture:
             return self._chosen_by_experts(logits_NE)
         p_NE = logits_NE.softmax(-1)
         wanted, counted = None, k
-        if name in ("assigned", "hash", "cluster") or (name == "argmax" and ids_N is not None):
-            experts = self._assigned(x_ND, ids_N).unsqueeze(-1)
-            weights = torch.ones_like(experts, dtype=p_NE.dtype)
-        elif name == "argmax":
-            experts = logits_NE.topk(1).indices
+        if name in ("assigned", "hash"):
+            experts = self._assigned(ids_N).unsqueeze(-1)
             weights = torch.ones_like(experts, dtype=p_NE.dtype)
         elif name == "sigmoid":
             p_NE, experts, weights = self._by_sigmoid(logits_NE)
@@ -133,16 +130,12 @@ class Mixture:
         factor, choices = self.gate.capacity, n * self.gate.k
         return math.inf if factor is None else math.ceil(factor * choices / self.gate.experts)
 
-    def _assigned(self, x_ND: Tensor, ids_N: Tensor | None) -> Tensor:
-        if self.gate.name == "cluster":
-            centroids = self.layer.centroids.double()
-            apart = x_ND.detach().double().unsqueeze(1) - centroids
-            return apart.square().sum(-1).argmin(-1)
+    def _assigned(self, ids_N: Tensor | None) -> Tensor:
         assert ids_N is not None
         if self.gate.name != "hash":
             return ids_N.long()
         found = [(_signed(_mixed(int(i), 0)) >> 1) % self.gate.experts for i in ids_N.tolist()]
-        return torch.tensor(found, dtype=torch.int64, device=x_ND.device)
+        return torch.tensor(found, dtype=torch.int64, device=ids_N.device)
 
     def _by_sigmoid(self, logits_NE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """DeepSeek-V3: a bias that follows the choices of the previous training pass takes part."""
@@ -186,9 +179,9 @@ class Mixture:
 
     # --- losses -------------------------------------------------------------------------------
 
-    def _losses(self, found: Chosen, logits_NE: Tensor, ids_N: Tensor | None) -> Tensor:
+    def _losses(self, found: Chosen, logits_NE: Tensor) -> Tensor:
         gate, n = self.gate, max(1, len(logits_NE))
-        of = {} if gate.name in ("assigned", "hash", "cluster") else dict(gate.losses)
+        of = {} if gate.name in ("assigned", "hash") else dict(gate.losses)
         total = logits_NE.new_zeros(())
         if of.get("balance"):
             asked = found.experts[:, : found.counted][found.wanted[:, : found.counted]]
@@ -203,9 +196,6 @@ class Mixture:
             total = total + of["importance"] * variance / mean.square()
         if of.get("z"):
             total = total + of["z"] * logits_NE.logsumexp(-1).square().sum() / n
-        if gate.name == "argmax" and ids_N is not None:
-            learned = functional.cross_entropy(logits_NE, ids_N, reduction="sum") / n
-            total = total + of.get("assignment", 1.0) * learned
         return total
 
 
