@@ -47,7 +47,7 @@ FACTORS: dict[str, list[str]] = {
     ],
     "activations": ["activations:host"],
     "offload": [
-        *("offload:optim", "offload:optim=0.6", "offload:param", "offload:optim@disk"),
+        *("offload:optim", "offload:param", "offload:optim@disk"),
         *("offload:param@disk", "offload:optim-delayed=1"),
     ],
     "tile": ["tile:2", "tile:2=head"],

@@ -26,7 +26,7 @@ CANONICAL: dict[str, list[str]] = {
         *("dp1 zero2", "dp1 zero3 accumulate:2"),
         *(f"dp1 recompute:{how}" for how in ("full", "selective", "every2", "256KiB", "head")),
         *("dp1 activations:host", "dp1 recompute:full arenas", "dp1 fp32 recompute:full"),
-        *(f"dp1 offload:{what}" for what in ("optim", "optim=0.6", "optim@disk", "param@disk")),
+        *(f"dp1 offload:{what}" for what in ("optim", "optim@disk", "param@disk")),
         *("dp1 offload:optim-delayed=1", "dp1 fp32 offload:param", "dp1 offload:param tile:2=head"),
         "dp1 offload:param accumulate:2 recompute:full",
     ],
@@ -58,9 +58,9 @@ CANONICAL: dict[str, list[str]] = {
         *("dp2 zero3 activations:host", "pp2 1f1b:4 activations:host"),
     ],
     "offload": [
-        *(f"dp2 zero2 offload:{what}" for what in ("optim", "optim=0.6", "optim@disk")),
+        *(f"dp2 zero2 offload:{what}" for what in ("optim", "optim@disk")),
         *(f"dp2 zero3 offload:{what}" for what in ("param", "param@disk")),
-        *("dp2 zero1 offload:optim-delayed=1", "dp2 zero3 offload:optim=0.7"),
+        *("dp2 zero1 offload:optim-delayed=1", "dp2 zero3 offload:optim"),
         *("dp2 offload:optim@disk", "dp1 offload:param", "dp2 zero1 offload:optim@disk"),
         *("dp2 zero3 accumulate:2 offload:optim@disk", "pp2 gpipe:2 offload:optim"),
         "tp2 offload:optim",
@@ -105,15 +105,13 @@ CANONICAL: dict[str, list[str]] = {
 #: Plans in 16 bits, and words that change no bit of them.
 EQUAL_16: dict[str, list[str]] = {
     "dp1 bf16": ["offload:optim", "offload:optim@disk", "offload:param", "recompute:full"],
-    "dp1 fp16": ["offload:optim=0.7", "offload:param@disk", "activations:host"],
+    "dp1 fp16": ["offload:optim", "offload:param@disk", "activations:host"],
     "dp2 bf16": ["offload:optim", "offload:optim@disk", "offload:param", "offload:param@disk"],
     "dp2 zero1 fp16": ["offload:optim", "offload:optim@disk"],
-    "dp2 zero2 bf16": [
-        *("offload:optim", "offload:optim=0.6", "offload:optim@disk", "arenas", "recompute:full")
-    ],
+    "dp2 zero2 bf16": [*("offload:optim", "offload:optim@disk", "arenas", "recompute:full")],
     "dp2 zero2 accumulate:2 fp16": ["offload:optim", "offload:optim@disk"],
     "dp2 zero3 fp16": [
-        *("offload:param", "offload:param@disk", "offload:optim=0.7", "recompute:full"),
+        *("offload:param", "offload:param@disk", "offload:optim", "recompute:full"),
         *("activations:host", "bucket:4KiB"),
     ],
     "dp_replicate2 dp_shard2 zero2 bf16": [],

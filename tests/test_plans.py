@@ -10,7 +10,7 @@ import torch
 
 from shardwise.core.plan.plan import WORDS, Plan
 from shardwise.engine.state.box import Box
-from shardwise.techniques.offload.word import BY_FRACTION, WHAT
+from shardwise.techniques.offload.word import WHAT
 from shardwise.techniques.recompute.word import PARTITIONED_WORDS
 from shardwise.verify.finding import BoxPlace, Errors
 from shardwise.verify.records import tensor_errors
@@ -181,7 +181,7 @@ def test_every_word_has_a_plan(form: str):
     assert there(re.sub("(N|[A-Z]+.*)$", "", form)) or form in ELSEWHERE
 
 
-@pytest.mark.parametrize("value", [*PARTITIONED_WORDS, *WHAT, BY_FRACTION])
+@pytest.mark.parametrize("value", [*PARTITIONED_WORDS, *WHAT])
 def test_every_value_has_a_plan(value: str):
     """So does each value of the words `recompute` and `offload`, with any fraction."""
     known = re.compile(re.sub("0[.][0-9]+", "[0-9.]+", value) + "(=[0-9]+)?$")

@@ -101,7 +101,6 @@ OFFLOAD = tuple(
     Contender(f"{row} offload:{what}", row, planned(f"dp{{n}} {row} offload:{what}"), against=row)
     for row, what in (
         ("zero2", "optim"),
-        ("zero2", "optim=0.5"),
         ("zero2", "optim-delayed=0"),
         ("zero2", "optim@disk"),
         ("zero3", "optim"),

@@ -16,7 +16,7 @@ from shardwise.comm.tiers.disk import Disk
 from shardwise.comm.world import Axis, World
 from shardwise.core.applied import Applied
 from shardwise.core.buffer_sizes import Slots, gradient_slots
-from shardwise.core.layouts.layouts import layouts, norm_axes, on_tiers
+from shardwise.core.layouts.layouts import layouts, norm_axes
 from shardwise.core.layouts.param_layout import Groups
 from shardwise.core.mesh import PIPELINE, TENSOR
 from shardwise.core.model_spec import Facts, TiledParam
@@ -137,9 +137,6 @@ def lay_out(
         for each in applied:
             each.divided(model)
         specs = staged.own_units(specs)
-    names = [[name for name, _ in spec.params] for spec in specs]
-    numels = [sum(p.numel() for _, p in spec.params if p.requires_grad) for spec in specs]
-    found = on_tiers(found, list(zip(names, numels, strict=True)), plan)
     held = Held(found, _axes(world, applied), _sums(applied, staged))
     units = shard(how, specs, held)
     if staged is None:

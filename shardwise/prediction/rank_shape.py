@@ -8,7 +8,7 @@ axis pp    the parameters of the rank's stages; tied ones are on several ranks
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from shardwise.core.layouts.layouts import layouts, on_tiers
+from shardwise.core.layouts.layouts import layouts
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.model_spec import ModelShape, ModelSpec, ParamShape
 from shardwise.core.plan.plan import Plan
@@ -21,22 +21,12 @@ from shardwise.techniques.recompute.price import Within, added_flops
 def shape_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelShape:
     """The units as `rank` holds them."""
     here, units = plan.coordinate(rank), parts_on(spec, plan, rank).shape.units
-    units = [
-        replace(unit, params=params)
-        for unit in units
-        if (params := tuple(p for p in unit.params if layout_of(plan, p).held(here)))
-    ]
-    found = {p.name: layout_of(plan, p) for unit in units for p in unit.params}
-    own = [
-        ([p.name for p in unit.params], sum(p.numel for p in unit.params if p.trainable))
-        for unit in units
-    ]
-    found = on_tiers(found, own, plan)
-    units = (
-        replace(unit, params=tuple(replace(p, layout=found[p.name]) for p in unit.params))
+    held = (
+        tuple(replace(p, layout=on) for p in unit.params if (on := layout_of(plan, p)).held(here))
         for unit in units
     )
-    return ModelShape(tuple(units))
+    pairs = zip(units, held, strict=True)
+    return ModelShape(tuple(replace(unit, params=params) for unit, params in pairs if params))
 
 
 def parts_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelSpec:

@@ -243,8 +243,8 @@ def test_the_allocator_of_cuda_has_the_bound(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("row", ["dp1", pytest.param("dp2 zero3", marks=pytest.mark.full)])
 def test_the_least_offload_that_fits(row: str):
-    """A tighter bound takes more: nothing, some units, all of them, parameters; then a refusal."""
-    words = ("", "offload:optim=0.5", "offload:optim", "offload:param")
+    """A tighter bound takes more: nothing, states, parameters; then a refusal."""
+    words = ("", "offload:optim", "offload:param")
     peaks = [predicted(Plan.parse(f"{row} fp32 {word}")).device_peak for word in words]
     assert peaks == sorted(peaks, reverse=True)
     chosen = []
@@ -253,9 +253,7 @@ def test_the_least_offload_that_fits(row: str):
         plan = with_offload(Plan.parse(f"{row} fp32 {bound}"), predicted)
         assert predicted(plan).device_peak <= peak
         chosen.append(plan.offload)
-    nothing, some, every, parameters = chosen
-    assert nothing is None and every.startswith("optim") and parameters == "param"
-    assert 0 < Plan.parse(f"offload:{some}").offloaded.share <= 0.6  # type: ignore[union-attr]
+    assert chosen == [None, "optim", "param"]
     tight = Plan.parse(f"{row} fp32 offload:auto device_memory:{min(peaks) - 1}B")
     with pytest.raises(InputError, match=f"{min(peaks):,} bytes or more"):
         with_offload(tight, predicted)
@@ -271,4 +269,4 @@ def test_it_fits_on_every_stage():
         for bound, expected in ((max(peaks), ""), (max(peaks) - 1, "optim")):
             bounded = Plan.parse(f"{plan} offload:auto device_memory:{bound}B")
             found = with_offload(bounded, partial(predicted, rank=rank))
-            assert (found.offload or "")[:5] == expected
+            assert (found.offload or "") == expected

@@ -123,7 +123,7 @@ PLANS = [
     *("dp_replicate2 dp_shard2 zero3 offload:optim", "dp2 tp2 sp zero2 fp64", "dp2 row:S,R,S"),
     *("dp2 zero1 recompute:blocks.*.mlp accumulate:2", "dp2 zero3 recompute:full"),
     *("dp2 zero3 tile:2=* accumulate:2 bf16", "dp2 zero3 arenas offload:optim"),
-    *("dp2 zero2 offload:optim=0.6", "dp2 offload:optim accumulate:2", "dp2 zero3 offload:param"),
+    *("dp2 zero2 offload:optim", "dp2 offload:optim accumulate:2", "dp2 zero3 offload:param"),
     # a unit that is always whole frees none before it, and its sum is in flight as others are
     *("dp2 zero1 | blocks.0: zero3", "dp2 zero3 accumulate:2 | blocks.1: ddp"),
     *("dp2 zero3 recompute:selective accumulate:2", "dp2 zero3 recompute:128KiB"),

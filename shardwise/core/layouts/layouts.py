@@ -9,7 +9,7 @@ The parameter belongs to the layers of one plan, and the techniques add to its l
     tile       the rows of a tile, on the axis `tile`, all of whose ranks each rank plays
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from shardwise.core.layouts.layout import I, R
@@ -104,23 +104,6 @@ def tensor_layouts(spec: TensorSpec, ranks: int) -> dict[str, AxisLayout]:
             elif style.name in SUMMED or (key == "bias" and row):
                 found.setdefault(name, AxisLayout(R, ranks))
     return found
-
-
-def on_tiers(
-    found: Mapping[str, Layout], units: Sequence[tuple[Sequence[str], int]], plan: Plan
-) -> dict[str, Layout]:
-    """The layouts, with the optimizer's state of each unit on its tier under `offload`.
-    `units`, in the order of the model: the names of parameters, and this rank's trained elements.
-    """
-    offload = plan.offloaded
-    if offload is None or not offload.by_unit:
-        return dict(found)
-    tiers = offload.tiers([numel for _, numel in units])
-    return {
-        name: replace(found[name], row=replace(found[name].row, optim_tier=tier))
-        for (names, _), tier in zip(units, tiers, strict=True)
-        for name in names
-    }
 
 
 def norm_axes(plan: Plan) -> list[tuple[str, ...]]:

@@ -235,12 +235,7 @@ class Plan:
 
     @property
     def states(self) -> Row:
-        """The row of the states table, with the tiers on which `offload` lets all states rest."""
-        offload = self.offloaded
-        return row_of(self.row) if offload is None or offload.by_unit else self.offloaded_states
-
-    @property
-    def offloaded_states(self) -> Row:
+        """The row of the states table, with the tiers on which `offload` lets states rest."""
         row, offload = row_of(self.row), self.offloaded
         if offload is None:
             return row

@@ -11,14 +11,10 @@ bound has room for MOST times the prediction, for other batches and kernels.
 The error lists the rank's bytes beside the predicted ones, and names a plan with less (relief.py).
 
 `offload:auto` is the least offload with which a step is predicted to fit `device_memory` (on CUDA
-also the device's own memory), on every stage of a pipeline:
-
-    nothing    optim=x for one unit, two, ...    optim    param
-
-States on a disk are not among them: they take as much of the device as those in host memory.
+also the device's own memory), on every stage of a pipeline: nothing, `optim`, `param`. States on a
+disk are not among them: they take as much of the device as those in host memory.
 """
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
@@ -137,17 +133,14 @@ def with_offload(
     """
     if plan.offload != AUTO:
         return plan
-    bound, every = _bound(plan, device), [*_candidates(plan, predict)]
-    peaks = dict[int, int]()
-
-    def too_large(place: int) -> bool:
-        peaks[place] = peak_bytes(every[place])
-        return peaks[place] > bound
-
-    place = bisect_left(range(len(every)), True, key=lambda n: not too_large(n))
-    if place < len(every):
-        return every[place].plan
-    least = min(peaks.values())
+    bound, peaks = _bound(plan, device), list[int]()
+    for candidate in (replace(plan, offload=choice) for choice in (None, "optim", "param")):
+        if not problems(candidate):
+            found = predict(candidate)
+            peaks.append(peak_bytes(found))
+            if peaks[-1] <= bound:
+                return found.plan
+    least = min(peaks)
     raise bad(
         f"'offload:auto' in the plan '{plan}', for whose step the least that a rank can store on "
         f"its device is {least:,} bytes",
@@ -176,19 +169,3 @@ def _bound(plan: Plan, device: torch.device | None) -> int:
         given = f"'offload:auto' in the plan '{plan}' without a bound on the device's memory"
         raise bad(given, allowed, f"'{plan} device_memory:8GiB'")
     return min(found)
-
-
-def _candidates(plan: Plan, predict: Callable[[Plan], Prediction]) -> Iterator[Prediction]:
-    none = predict(replace(plan, offload=None))
-    yield none
-    numels = [sum(p.numel for p in unit.params if p.trainable) for unit in none.model.units]
-    for first in reversed(range(len(numels))):
-        share = sum(numels[first:]) / max(1, sum(numels))
-        if numels[first]:
-            rounded = max(0.001, int(share * 1000) / 1000)  # not up: the same units, or one fewer
-            text = "optim" if share == 1 else f"optim={rounded!r}"
-            changed = replace(none.plan, offload=text)
-            yield none.on(none.rank, changed)
-    whole = replace(plan, offload="param")
-    if not problems(whole):
-        yield predict(whole)

@@ -1,14 +1,13 @@
 """The promises of a plan's words, by the closed forms of the papers.
 
-Run and prediction read the same tables: the states of a row, the units of an offload, the actions
+Run and prediction read the same tables: the states of a row, the tiers of an offload, the actions
 of a schedule, the recomputed blocks, the size of the pool. A wrong entry changes both alike. So the
 promises of these words are compared with the engine:
 
     zero1, zero2, zero3     bytes of parameters, gradients and optimizer state: of N parameters all,
                             or 1/n on each of n ranks (ZeRO, arXiv 1910.02054, figure 1)
-    offload:optim=F         the fraction of the parameters whose states leave the device: F, and at
-                            most one unit more; with @disk they are on a disk, in a file of their
-                            size
+    offload:optim           the states of all parameters leave the device; with @disk they are on a
+                            disk, in a file of their size
     offload:optim-delayed=N the update of step N, from 0, is the first that is delayed; without
                             N that of step 40 (ZeRO-Offload, arXiv 2101.06840, section 5.2)
     1f1b:M and others       activations of so many microbatches at once (core/schedule/library.py)
@@ -106,7 +105,7 @@ def broken(engine: Engine) -> Promises:
     else:
         offload = plan.offloaded
         tier = "disk" if offload.on_disk else "host"
-        found |= _offloaded(engine.data.units.order, offload.share, tier)
+        found |= _offloaded(engine.data.units.order, tier)
         found |= _file(engine)
     if plan.buffers_bytes and engine.world.pool.memory is not None:
         found |= _unequal("pool", engine.world.pool.memory.nbytes, plan.buffers_bytes)
@@ -267,21 +266,11 @@ def _file(engine: Engine) -> Promises:
     return _unequal("file", read, stored) if read > (1 + SLACK) * stored + pages else {}
 
 
-def _offloaded(units: Sequence[Unit], share: float, tier: Tier) -> Promises:
-    """The elements whose states rest on `tier`."""
-    counted = [
-        (
-            sum(shape.numel() for flat in unit.trained for shape in flat.shapes),
-            any(flat.moves.offload == tier for flat in unit.trained),
-        )
-        for unit in units
-    ]
-    numels = [numel for numel, _ in counted]
-    read = sum(numel for numel, left in counted if left)
-    least = math.floor(share * sum(numels))
-    if least <= read <= least + max(numels, default=0):
-        return {}
-    return _unequal(f"elements with states on {tier}", read, least)
+def _offloaded(units: Sequence[Unit], tier: Tier) -> Promises:
+    """Whether the states of all parameters rest on `tier`."""
+    flats = [flat for unit in units for flat in unit.trained]
+    left = sum(flat.moves.offload == tier for flat in flats)
+    return _unequal(f"flat parameters with states on {tier}", left, len(flats))
 
 
 # --- the bytes of a step --------------------------------------------------------------------------

@@ -29,7 +29,6 @@ from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.layers import layer_plan
 from shardwise.techniques.offload.disk_optimizer import DiskOptimizer
-from shardwise.techniques.offload.word import Offload
 from shardwise.techniques.pipeline.runtime import _Post
 from shardwise.techniques.recompute import choice
 from shardwise.techniques.recompute import word as recompute_word
@@ -199,9 +198,6 @@ ROWS |= {
     # --- what the words of a plan say -------------------------------------------------------------
     "zero2 as zero1 [dp2 zero2] memory": zero2_as_zero1,
     "1f1b as gpipe [pp2 1f1b:4] memory": one_f_one_b_as_gpipe,
-    "all states offloaded [dp2 zero1 offload:optim=0.5] memory": instead(
-        Offload, "tiers", lambda _, numels: ["host"] * len(numels)
-    ),
     "each extent twice [dp2 offload:optim@disk of wide] memory": around(
         DiskOptimizer,
         "_allocate",
