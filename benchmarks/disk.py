@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from benchmarks.contenders.contender import LEARNING_RATE, WEIGHT_DECAY, stack
 from benchmarks.table import aligned
-from shardwise.comm.objects import all_gather_object
+from shardwise.comm.move import all_gather_object
 from shardwise.comm.start.launch import spawn
 from shardwise.comm.tiers.disk import Used
 from shardwise.comm.tiers.disk_bandwidth import FILE_BYTES, DiskBandwidth, measure

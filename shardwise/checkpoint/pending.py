@@ -28,7 +28,7 @@ from torch import Tensor
 from shardwise.checkpoint.save import PlannedSave
 from shardwise.checkpoint.save_plans import PIECE_BYTES
 from shardwise.checkpoint.storage import Written
-from shardwise.comm.objects import all_gather_object
+from shardwise.comm.move import all_gather_object
 from shardwise.comm.tiers.tiers import Tiers, begin_copy
 from shardwise.comm.transport import Pending
 from shardwise.core.errors import RunError

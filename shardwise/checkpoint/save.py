@@ -24,7 +24,7 @@ from shardwise.checkpoint.folder import LITTLE_BYTES, free_bytes, reason
 from shardwise.checkpoint.lock import SAVING_LOCK, only_writer
 from shardwise.checkpoint.save_plans import BoxSavePlanner, Pages
 from shardwise.checkpoint.storage import Publisher, Written
-from shardwise.comm.objects import all_gather_object
+from shardwise.comm.move import all_gather_object
 from shardwise.comm.world import World
 from shardwise.core.errors import RunError
 from shardwise.core.tools.arguments import MOST_COUNT, integer

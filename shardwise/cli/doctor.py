@@ -10,7 +10,7 @@ import torch
 import typer
 
 from shardwise.comm import link_times
-from shardwise.comm.objects import all_gather_object
+from shardwise.comm.move import all_gather_object
 from shardwise.comm.start.launch import spawn
 from shardwise.comm.start.rendezvous import environment, require_local
 from shardwise.comm.tiers import disk_bandwidth

@@ -7,16 +7,17 @@ whether a parallelism is on.  The transports count what they send (ledger.py); t
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any
+import pickle
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.torch_links import once
 from shardwise.comm.transport import Pending, Transport
-from shardwise.comm.world import Axis
-from shardwise.core.errors import bad
+from shardwise.comm.world import Axis, World
+from shardwise.core.errors import InputError, RunError, bad
 from shardwise.core.layouts.layout import Placement, sums_by_gathering, what
 from shardwise.core.layouts.uneven import Cut
 from shardwise.core.tools.arguments import short_repr
@@ -368,3 +369,58 @@ def _queue(axis: Axis, source: int, to: int) -> tuple[Transport, int]:
     if way is None:
         return axis.transport, to if axis.rank == source else source
     return way, 1 - way.rank
+
+
+# --- any Python object ----------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+def on_rank_zero(act: Callable[[], T], world: World) -> T:
+    """The result of `act` on rank 0, or its InputError or RunError, on every rank. All call it."""
+    found: tuple[InputError | RunError | None, Any] = None, None
+    if world.rank == 0:
+        try:
+            found = None, act()
+        except (InputError, RunError) as error:
+            found = error, None
+    error, result = broadcast_object(found, world.everyone, 0, world.device)
+    if error is not None:
+        raise error
+    return result
+
+
+def on_all_ranks(act: Callable[[], object], world: World) -> None:
+    """Call `act` on every rank; the lowest rank's InputError or RunError is raised on all."""
+    found: InputError | RunError | None = None
+    try:
+        act()
+    except (InputError, RunError) as error:
+        found = error
+    for error in all_gather_object(found, world):
+        if error is not None:
+            raise error
+
+
+def all_gather_object(value: Any, world: World) -> list[Any]:
+    return gather_object(value, world.everyone, world.device)
+
+
+def gather_object(value: Any, axis: Axis, device: torch.device) -> list[Any]:
+    """The values of all ranks of the axis, on each of them. Called by all of them."""
+    packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    own = torch.tensor([len(packed)], dtype=torch.int64, device=device)
+    lengths = torch.cat(all_gather(own, axis)).tolist()
+    padded = packed.new_zeros(max(lengths))
+    padded[: len(packed)] = packed
+    parts = zip(all_gather(padded, axis), lengths, strict=True)
+    # pickles come only from the ranks of this command
+    return [pickle.loads(part[:n].cpu().numpy().tobytes()) for part, n in parts]  # noqa: S301
+
+
+def broadcast_object(value: Any, axis: Axis, root: int, device: torch.device) -> Any:
+    """The value of rank `root` of the axis, on every rank of it. Called by all of them."""
+    packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    size = broadcast(torch.tensor([len(packed)], dtype=torch.int64, device=device), axis, root)
+    packed = packed if axis.rank == root else packed.new_empty(int(size.item()))
+    return pickle.loads(broadcast(packed, axis, root).cpu().numpy().tobytes())  # noqa: S301

@@ -22,7 +22,7 @@ from torch import profiler
 
 from shardwise.callbacks.callback import Callbacks
 from shardwise.checkpoint.folder import all_in, find, passed_over
-from shardwise.comm.objects import all_gather_object, on_all_ranks, on_rank_zero
+from shardwise.comm.move import all_gather_object, on_all_ranks, on_rank_zero
 from shardwise.comm.start.worker import NOTHING, StopSignal
 from shardwise.comm.world import World
 from shardwise.core.errors import NonFiniteError, bad

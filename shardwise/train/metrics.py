@@ -18,7 +18,7 @@ import torch
 from pydantic import TypeAdapter
 
 from shardwise.callbacks.callback import Callbacks, numbers
-from shardwise.comm.objects import all_gather_object
+from shardwise.comm.move import all_gather_object
 from shardwise.core.errors import InputError, RunError, one_line
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.engine import Engine

@@ -15,8 +15,7 @@ from typing import TypeVar
 import torch
 from rich.console import Console
 
-from shardwise.comm.move import all_reduce
-from shardwise.comm.objects import all_gather_object
+from shardwise.comm.move import all_gather_object, all_reduce
 from shardwise.comm.start.worker import StopSignal
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, one_line

@@ -11,7 +11,7 @@ from shardwise.checkpoint.folder import SCALARS, damaged, find, prune, step_of
 from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint
 from shardwise.checkpoint.pending import FAILED_S, PendingCheckpoint
 from shardwise.checkpoint.save import PlannedSave
-from shardwise.comm.objects import on_rank_zero
+from shardwise.comm.move import on_rank_zero
 from shardwise.core.errors import RunError, bad
 from shardwise.core.tools.arguments import is_count
 from shardwise.engine.engine import Engine

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Final
 
-from shardwise.comm.objects import all_gather_object
+from shardwise.comm.move import all_gather_object
 from shardwise.engine.engine import Engine
 from shardwise.prediction.time.step_time import StepTime
 from shardwise.train.config import Config

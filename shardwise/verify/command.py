@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from shardwise.comm.objects import all_gather_object
+from shardwise.comm.move import all_gather_object
 from shardwise.comm.start.launch import require_ranks, spawn
 from shardwise.comm.start.rendezvous import environment
 from shardwise.comm.world import init

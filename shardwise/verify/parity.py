@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.objects import all_gather_object
+from shardwise.comm.move import all_gather_object
 from shardwise.comm.world import World
 from shardwise.core.plan.plan import BUCKET_BYTES, Plan
 from shardwise.engine.engine import Engine

@@ -12,7 +12,7 @@ from shardwise.checkpoint import save as writing
 from shardwise.checkpoint import storage as reading
 from shardwise.checkpoint.folder import find
 from shardwise.checkpoint.open_checkpoint import open_checkpoint
-from shardwise.comm.objects import all_gather_object
+from shardwise.comm.move import all_gather_object
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import bad
 from shardwise.engine.engine import Engine

@@ -19,8 +19,14 @@ from shardwise.comm.tiers.arena import Arena
 from shardwise.comm.tiers.disk import Disk, DiskError, Extent
 from shardwise.comm.tiers.tiers import Tiers, begin_copy
 from shardwise.comm.world import alone
-from shardwise.core.buffer_sizes import ALIGNMENT, arena_bytes, gradient_slots
-from shardwise.core.chunks import ALIGN_BYTES, CHUNK_NUMEL, aligned
+from shardwise.core.buffer_sizes import (
+    ALIGN_BYTES,
+    ALIGNMENT,
+    CHUNK_NUMEL,
+    aligned,
+    arena_bytes,
+    gradient_slots,
+)
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
 from shardwise.core.tally import Key, Tally

@@ -18,7 +18,7 @@ import shardwise as sw
 from shardwise.comm.tiers.disk import THREADS, DiskError, Used
 from shardwise.comm.tiers.tiers import Tiers
 from shardwise.comm.world import World, alone
-from shardwise.core.chunks import reserved_bytes
+from shardwise.core.buffer_sizes import reserved_bytes
 from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.checks.device_room import with_offload
@@ -138,7 +138,7 @@ def test_a_slow_disk_is_waited_for(plan: str, monkeypatch: pytest.MonkeyPatch):
     file holds the states, each in whole pages, and nothing else; a model of twice the size needs no
     more host memory.
     """
-    monkeypatch.setattr("shardwise.core.chunks.CHUNK_NUMEL", 512)
+    monkeypatch.setattr("shardwise.core.buffer_sizes.CHUNK_NUMEL", 512)
     made, buffers = slow_down(monkeypatch, DELAY_S), set[int]()
     for width in (2048, 4096):
         found = run_threads(2, waiting, width, f"{plan} fp64")
@@ -164,7 +164,7 @@ CHUNKED = [
 @pytest.mark.parametrize(("plan", "work"), CHUNKED)
 def test_several_chunks_and_frozen_weights(plan: str, work: Task, monkeypatch: pytest.MonkeyPatch):
     """Chunks so short that each flat parameter has many; frozen weights are only read."""
-    monkeypatch.setattr("shardwise.core.chunks.CHUNK_NUMEL", 512)
+    monkeypatch.setattr("shardwise.core.buffer_sizes.CHUNK_NUMEL", 512)
     for held in holds(run_threads, work, Case(f"{plan} fp64", clip=0.5)):
         memory = held.memory[0]
         assert memory["gradients"] == memory["optimizer"] == 0 < memory["optimizer on disk"]

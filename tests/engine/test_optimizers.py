@@ -12,8 +12,7 @@ import shardwise as sw
 from shardwise.comm.world import World, alone, traced
 from shardwise.core.errors import InputError, RankError
 from shardwise.core.tally import Key
-from shardwise.engine.optimizer.elementwise import ELEMENTWISE
-from shardwise.engine.optimizer.lion import Lion
+from shardwise.engine.optimizer.elementwise import ELEMENTWISE, Lion
 from shardwise.models import gpt
 from tests.engine.cases import (
     Case,

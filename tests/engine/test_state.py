@@ -14,7 +14,7 @@ from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan
 from shardwise.engine import rank_zero_weights
-from shardwise.engine.optimizer.lion import Lion
+from shardwise.engine.optimizer.elementwise import Lion
 from shardwise.engine.state import full
 from shardwise.models import gpt
 from shardwise.models.trainable import fill

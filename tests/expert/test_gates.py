@@ -16,10 +16,9 @@ from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RunError
 from shardwise.core.mesh import Mesh
 from shardwise.models import decoder
-from shardwise.techniques.expert import hard
 from shardwise.techniques.expert.apply import layers_of
 from shardwise.techniques.expert.gate import Extra, Gate
-from shardwise.techniques.expert.hard import key_of, uniform
+from shardwise.techniques.expert.gates import hashed, key_of, uniform
 from shardwise.techniques.expert.moe_layer import MoE
 from shardwise.techniques.expert.routing import GlobalBatch, queues
 from shardwise.train.config_sections import ModelSection
@@ -73,7 +72,7 @@ def test_bias_balances_the_load():
 
 def test_hashes_and_random_numbers_are_uniform():
     """Token ids spread evenly over experts; random numbers differ by seed, layer and pass."""
-    counts = hard.hashed(torch.arange(8000), 8, seed=3).bincount(minlength=8)
+    counts = hashed(torch.arange(8000), 8, seed=3).bincount(minlength=8)
     assert counts.min() > 850
     assert counts.max() < 1150
     rows, key = torch.arange(4000), key_of(0, "blocks.0.moe")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.techniques.pipeline.backward import StageTape
+from shardwise.techniques.pipeline.stage_work import StageTape
 from tests.engine.cases import settled
 
 ROWS, WIDTH = 3, 4

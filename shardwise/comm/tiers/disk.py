@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.ledger import Ledger
-from shardwise.core.chunks import ALIGN_BYTES, CHUNK_NUMEL, aligned
+from shardwise.core.buffer_sizes import ALIGN_BYTES, CHUNK_NUMEL, in_blocks
 from shardwise.core.errors import RunError, bad
 from shardwise.core.layouts.layout import between
 from shardwise.core.tally import TIER
@@ -97,7 +97,7 @@ class Extent:
 
     @property
     def stored_bytes(self) -> int:
-        return aligned(self.numel * self.dtype.itemsize)
+        return in_blocks(self.numel * self.dtype.itemsize)
 
     def span(self, chunk: int) -> tuple[int, int]:
         size = self.disk.chunk_numel
@@ -105,7 +105,7 @@ class Extent:
 
     def chunk_bytes(self, chunk: int) -> int:
         first, last = self.span(chunk)
-        return aligned((last - first) * self.dtype.itemsize)
+        return in_blocks((last - first) * self.dtype.itemsize)
 
     def sync(self) -> None:
         for chunk in list(self.writes):
@@ -148,7 +148,7 @@ class Disk:
     def allocate(self, name: str, numel: int, dtype: torch.dtype) -> Extent:
         """Room for a tensor of zeros.  Raises InputError if the disk has not so many bytes free."""
         offset = self.stored_bytes
-        wanted = aligned(numel * dtype.itemsize)
+        wanted = in_blocks(numel * dtype.itemsize)
         try:
             if not self.dry:
                 os.posix_fallocate(self.file, offset, wanted)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from shardwise.comm.tiers.disk import THREADS, open_unnamed, set_direct
-from shardwise.core.chunks import CHUNK_NUMEL
+from shardwise.core.buffer_sizes import CHUNK_NUMEL
 from shardwise.core.errors import bad
 
 FILE_BYTES: Final = 256 * 2**20

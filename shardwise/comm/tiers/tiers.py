@@ -3,7 +3,7 @@
 The ledger has the copies under axis "tier" and the kinds "device_to_host" and "host_to_device", in
 the phase in which they are begun.  A copy from the device to a disk goes through the disk's buffers
 on the host, and is both "device_to_host" and "host_to_disk"; what is read from it is "disk_to_host"
-(disk.py, disk_fetch.py).
+(disk.py).
 
 The tier of a tensor is that of its storage.  Without an accelerator, device and host are the same
 memory: only the table of `Tiers`, of weak references, tells which storages are the host's.
@@ -14,6 +14,9 @@ blocks until the host may read it; on a copy to the device it makes the current 
 may be freed at once, but not written before `wait`.  On a CPU the copy is made when it is begun.
 """
 
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from threading import Lock
@@ -26,8 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.comm.ledger import Ledger
-from shardwise.comm.tiers.disk import Extent
-from shardwise.comm.tiers.disk_fetch import Fetch
+from shardwise.comm.tiers.disk import Buffer, Extent
 from shardwise.comm.transport import Pending
 from shardwise.core.layouts.layout import between
 from shardwise.core.tally import TIER
@@ -273,3 +275,44 @@ def _arrived(out: Tensor, tiers: Tiers, over: torch.cuda.Event) -> Tensor:
         current.wait_event(over)
         out.record_stream(current)  # it may have been allocated under another stream
     return out
+
+
+# --- a tensor on its way from a disk --------------------------------------------------------------
+
+#: Copies a part on the host to a part on the device.
+Copy = Callable[[Tensor, Tensor], object]
+
+
+class Fetch:
+    """Brings `extent` to `out`, a flat tensor on the device."""
+
+    def __init__(self, extent: Extent, out: Tensor, copy: Copy, ledger: Ledger) -> None:
+        self.extent, self.disk, self.out, self.copy = extent, extent.disk, out, copy
+        self.upcoming = deque(range(extent.chunks))
+        self.begun: deque[tuple[int, Buffer, Future[None]]] = deque()
+        whole = self.disk.memory
+        ledger.begin(TIER, between("disk", "host")).add(whole, extent.whole_bytes, peers=0)
+        ledger.begin(TIER, between("host", "device")).add(out, out.numel(), peers=0)
+        self._read_ahead()
+
+    def wait(self) -> Tensor:
+        """Return `out` when all is there.  Raises DiskError."""
+        while self.upcoming or self.begun:
+            if not self.begun:
+                self._read(self.disk.acquire())
+            chunk, buffer, read = self.begun.popleft()
+            self.disk.finish(read)
+            first, last = self.extent.span(chunk)
+            self.copy(buffer.tensor(self.out.dtype, last - first), self.out[first:last])
+            self.disk.release(buffer)
+            self._read_ahead()
+        return self.out
+
+    def _read_ahead(self) -> None:
+        while self.upcoming and self.disk.free > self.disk.buffers // 2:
+            self._read(self.disk.acquire())
+
+    def _read(self, buffer: Buffer) -> None:
+        chunk = self.upcoming.popleft()
+        read = self.disk.begin_read(self.extent, chunk, buffer, counted=False)
+        self.begun.append((chunk, buffer, read))

@@ -32,8 +32,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.move import all_gather
-from shardwise.comm.objects import all_gather_object
+from shardwise.comm.move import all_gather, all_gather_object
 from shardwise.comm.tiers.host_memory import doubles_on
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import bad

@@ -9,9 +9,9 @@ a matrix and compute a wrong update, without any error.
 Classes that are not listed may count their steps, so they step once on all parameters of a rank.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from shardwise.core.plan.plan import Plan
 
 if TYPE_CHECKING:
     from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
+
 
 #: torch.optim classes that update each element independently, so that they work on shards.
 ELEMENTWISE: Final = (
@@ -123,3 +124,51 @@ def _trained(spec: "OptimizerSpec", others: int) -> nn.Parameter:
             p.grad = (values + step).cos() * (1 + 99 * k)
         optimizer.step()
     return params[0]
+
+
+# --- Lion -----------------------------------------------------------------------------------------
+
+
+class Lion(Optimizer):
+    """The sign of a mean of gradients (Chen et al., arXiv 2302.06675, algorithm 2), for torch.
+
+        p = p - lr (sign(beta1 m + (1 - beta1) g) + weight_decay p)
+        m = beta2 m + (1 - beta2) g
+
+    It has one state tensor; Adam has two. Raises ValueError for options that are out of range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        first, second = betas
+        if not lr >= 0:
+            raise ValueError(f"Invalid learning rate: {lr}")
+        if not (0 <= first < 1 and 0 <= second < 1):
+            raise ValueError(f"Invalid betas: {betas}")
+        if not weight_decay >= 0:
+            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            lr, (first, second), decay = group["lr"], group["betas"], group["weight_decay"]
+            for p in [p for p in group["params"] if p.grad is not None]:
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                mean = state["exp_avg"]
+                p.mul_(1 - lr * decay)
+                p.sub_(mean.lerp(p.grad, 1 - first).sign_().mul_(lr))
+                mean.lerp_(p.grad, 1 - second)
+        return loss

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import flag, suggest
-from shardwise.engine.optimizer import lion
+from shardwise.engine.optimizer import elementwise
 from shardwise.engine.optimizer.elementwise import ELEMENTWISE, NOT_IN_ENGINES, is_listed
 from shardwise.engine.optimizer.optimizer_state import fits
 
@@ -330,7 +330,7 @@ def Lion(  # noqa: N802
     groups: dict[str, Any] | None = None, **options: Unpack[LionOptions]
 ) -> OptimizerSpec:
     """Lion: lr, betas, weight_decay (Chen et al., arXiv 2302.06675)."""
-    return OptimizerSpec(lion.Lion, {**options}, groups or {})
+    return OptimizerSpec(elementwise.Lion, {**options}, groups or {})
 
 
 def Adafactor(  # noqa: N802

@@ -38,8 +38,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.move import begin_sum
-from shardwise.comm.objects import gather_object
+from shardwise.comm.move import begin_sum, gather_object
 from shardwise.comm.tiers.host_memory import doubles_on
 from shardwise.comm.world import Axis
 from shardwise.core.errors import InputError, bad

@@ -26,7 +26,7 @@ from shardwise.core.plan.plan import Plan
 from shardwise.engine.batch import Count, data_axes, filled
 from shardwise.engine.default_fill import agree, cut_to
 from shardwise.techniques.expert.expert_moves import ExpertLayer
-from shardwise.techniques.expert.hard import PassRecords
+from shardwise.techniques.expert.gates import PassRecords
 from shardwise.techniques.expert.moe_layer import ExpertPlace, Load, MoE
 from shardwise.techniques.expert.routing import GlobalBatch, Routing
 from shardwise.techniques.expert.stacked import (

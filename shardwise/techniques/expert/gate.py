@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import integer, is_number, suggest
-from shardwise.techniques.expert import gates, hard
+from shardwise.techniques.expert import gates
 from shardwise.techniques.expert.gates import Choice, GateOutput, losses_of
 from shardwise.techniques.expert.routing import (
     GlobalBatch,
@@ -147,7 +147,7 @@ class Gate:
         lined = queues(chosen, logits, self.capacity, batch, choice.valid)
         none = logits.new_zeros(0, dtype=torch.long)
         target = none if extra.target is None else extra.target
-        hard.require_experts(target, self.experts, lined.facts.valid, batch, layer)
+        gates.require_experts(target, self.experts, lined.facts.valid, batch, layer)
         weights = choice.weights.to(logits)
         of = torch.zeros_like(logits).scatter(-1, choice.experts, weights * wanted)
         counts = lined.wanted_by_choice[: choice.balance_choices].sum(0).to(logits.device)
@@ -189,7 +189,7 @@ class Gate:
                         "the experts of the tokens beside the logits",
                         "Extra(target=...)",
                     )
-                return hard.assigned(extra.target, self.experts)
+                return gates.assigned(extra.target, self.experts)
 
     def _losses(self, *, asked: bool) -> tuple[str, ...]:
         if not asked or self.name in FIXED:  # which have no probabilities

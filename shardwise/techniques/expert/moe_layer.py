@@ -14,11 +14,9 @@ from torch import Tensor, nn
 from shardwise.comm.world import Axis
 from shardwise.core.errors import NonFiniteError, bad
 from shardwise.core.tools.arguments import MOST_SEED, integer, is_number, short_repr
-from shardwise.techniques.expert import hard
 from shardwise.techniques.expert.dispatch import Exchange, feed_forward
 from shardwise.techniques.expert.gate import FIXED, Extra, Gate
-from shardwise.techniques.expert.gates import balanced_bias
-from shardwise.techniques.expert.hard import PassRecords, key_of, uniform
+from shardwise.techniques.expert.gates import PassRecords, balanced_bias, hashed, key_of, uniform
 from shardwise.techniques.expert.routing import GlobalBatch, Routing, phase
 
 
@@ -218,7 +216,7 @@ class MoE(nn.Module):
     def _extra(self, x_ND: Tensor, target_N: Tensor | None) -> Extra:
         match self.gate.name:
             case "hash" if target_N is not None:
-                return Extra(target=hard.hashed(target_N, self.gate.experts))
+                return Extra(target=hashed(target_N, self.gate.experts))
             case "sigmoid":
                 return Extra(bias=self._bias_of_pass())
             case "gshard" | "noisy-topk" if self.training:

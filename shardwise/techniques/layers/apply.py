@@ -1,6 +1,11 @@
-"""Layers with a plan of their own in an engine: their meshes, their units, and their rows."""
+"""Layers with a plan of their own in an engine: their meshes, their units, and their rows.
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+Hooks move the rows of a layer's inputs before the layer, and those of its outputs when needed. A
+tensor with this rank's number of rows in dim 0 is an activation of the batch. Others (masks, tables
+of positions) are the same on all ranks, so they need no gradient.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -9,18 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.comm.move import broadcast
 from shardwise.comm.unchanged import generators_of
 from shardwise.comm.world import Axis, World
 from shardwise.core.applied import Applied
+from shardwise.core.errors import bad
 from shardwise.core.layouts.param_layout import Groups
 from shardwise.core.mesh import TENSOR
 from shardwise.core.plan.plan import Plan
+from shardwise.core.tools.tree import leaves, mapped
 from shardwise.engine import batch
 from shardwise.kernels.logits import LogitRows, Logits
-from shardwise.techniques.layers.exchange import Redistributed, RowExchange, between
-from shardwise.techniques.layers.layer_hooks import LayerHooks, Random, hook_own_rows
+from shardwise.techniques.layers.exchange import Redistributed, RowExchange, between, plain
 from shardwise.techniques.layers.plans import Layers
 from shardwise.techniques.pipeline.trace.placeholders import StandIn
 from shardwise.techniques.tensor import apply as tensor_parallel
@@ -28,6 +35,154 @@ from shardwise.techniques.tensor.sharded_logits import Tensors
 
 if TYPE_CHECKING:
     from shardwise.engine.options import Build
+
+
+#: Gives an output that is not a plain tensor the rows of a degree; None if it cannot.
+Wrap = Callable[[Tensor, RowExchange, int], Tensor | None]
+
+
+class Random:
+    """Random numbers of a layer: equal on the ranks that compute the same rows."""
+
+    def __init__(self, generators: list[torch.Generator], seed: int) -> None:
+        self.generators = generators
+        self.states = [torch.Generator(g.device).manual_seed(seed).get_state() for g in generators]
+
+    def swap(self) -> None:
+        now = [generator.get_state() for generator in self.generators]
+        for generator, state in zip(self.generators, self.states, strict=True):
+            generator.set_state(state)
+        self.states = now
+
+
+class LayerHooks:
+    """The hooks of the layers of one mesh; `wrap` gives outputs of other classes its rows."""
+
+    def __init__(
+        self, exchange: RowExchange, degree: int, wrap: Wrap, random: Random | None = None
+    ) -> None:
+        self.exchange, self.degree, self.wrap, self.random = exchange, degree, wrap, random
+        #: in this forward, what was moved from tensors without a gradient, such as masks
+        self.moved, self.passes = WeakIdKeyDictionary(), 0
+        self.inside = 0  # forwards of these layers that are running
+
+    def install(self, name: str, module: nn.Module) -> list[Any]:
+        """Hook one layer, after all other hooks of this package."""
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            """Move the rows of the inputs."""
+            if not self.exchange.counts:
+                self.exchange.equal((args, kwargs))
+            rows = self._have_rows(name, (args, kwargs))
+            found = mapped(lambda x: self._enter(name, x, rows), (args, kwargs), Tensor)
+            self.inside += 1
+            if self.random is not None:
+                self.random.swap()
+            return found
+
+        def after(_: nn.Module, __: Any, out: Any) -> Any:
+            self.inside -= 1
+            if self.random is not None:
+                self.random.swap()
+            return mapped(partial(self._leave, name), out, Tensor)
+
+        return [
+            module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            module.register_forward_hook(after),
+            *(
+                part.register_forward_pre_hook(partial(self._require_inside, name))
+                for part in module.modules()
+                if part is not module
+            ),
+        ]
+
+    def begin(self) -> None:
+        self.inside = 0
+        self.exchange.drop_assumed()
+
+    def _require_inside(self, name: str, part: nn.Module, _: Any) -> None:
+        if not self.inside and torch._C._current_graph_task_id() == -1:
+            raise bad(
+                f"a call of the {type(part).__name__} inside of the layer {name}, which has a mesh "
+                f"of its own, without a call of {name}",
+                "layers whose own forward calls what is inside of them",
+                "the layer under the model's axes, or patterns of the modules that are called",
+            )
+
+    def _have_rows(self, name: str, inputs: Any) -> set[int]:
+        """The ids of the tensors whose dim 0 counts the rows of the batch, on all ranks. Raises
+        InputError if no input does: each rank would compute its own rows' part alone.
+        """
+        exchange = self.exchange
+        own = exchange.held(exchange.base)
+        every = [x for x in leaves(inputs, Tensor, objects=True) if x.dim() > 0]
+        plain = [x for x in every if not isinstance(x, Redistributed)]
+        flags = [x.shape[0] == own for x in plain]
+        if plain and exchange.uneven and exchange.base != self.degree:
+            flags = exchange.everywhere(flags, self.degree)
+        if len(plain) == len(every) and not any(flags) and exchange.base != self.degree:
+            raise _no_rows(name, [list(x.shape) for x in every], own)
+        return {id(x) for x, flag in zip(plain, flags, strict=True) if flag}
+
+    def _enter(self, name: str, x: Any, rows: Collection[int]) -> Any:
+        if isinstance(x, Redistributed):
+            return x.at(self.degree)
+        if not isinstance(x, Tensor):
+            return x
+        exchange = self.exchange
+        if id(x) not in rows:
+            if x.requires_grad and torch.is_grad_enabled():
+                raise _without_rows(name, x)
+            return x
+        if x.requires_grad:
+            return exchange.move(x, exchange.base, self.degree)
+        if self.passes != exchange.passes:
+            self.moved, self.passes = WeakIdKeyDictionary(), exchange.passes
+        if x not in self.moved:
+            self.moved[x] = exchange.move(x, exchange.base, self.degree)
+        return self.moved[x]
+
+    def _leave(self, name: str, x: Any) -> Any:
+        """An output of the layer; the model around it sees this rank's own rows."""
+        if not isinstance(x, Tensor):
+            return x
+        if type(x) is not Tensor:
+            found = self.wrap(x, self.exchange, self.degree)
+            if found is not None:
+                return found
+        if x.dim() == 0 or x.shape[0] != self.exchange.held(self.degree):
+            if x.requires_grad and self.degree != self.exchange.base:
+                raise _without_rows(name, x, "output")
+            return x
+        return Redistributed.of(x, self.exchange, self.degree)
+
+
+def hook_own_rows(module: nn.Module) -> Any:
+    """Give a module this rank's own rows of each Redistributed input; returns the hook's handle."""
+    return module.register_forward_pre_hook(_own_rows, with_kwargs=True, prepend=True)
+
+
+def _own_rows(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return plain((args, kwargs))
+
+
+def _no_rows(name: str, shapes: list[list[int]], rows: int) -> Exception:
+    return bad(
+        f"inputs of shape {', '.join(map(str, shapes)) or 'none'} of the layer {name}, which has a "
+        f"mesh of its own, for a batch of {rows} rows: no dim 0 counts the rows",
+        "layers that take activations [rows, ...] of the batch, or rows of it",
+        "the layer under the model's axes, or its inputs before rows are flattened",
+    )
+
+
+def _without_rows(name: str, x: Tensor, what: str = "input") -> Exception:
+    return bad(
+        f"an {what} of shape {list(x.shape)} of the layer {name}, which has a mesh of its own; the "
+        f"{what} has a gradient, and its dim 0 does not count the rows of the batch",
+        "layers whose inputs and outputs with a gradient are activations [rows, ...], and one "
+        "number of rows in all forwards of a step",
+        "the layers that make this tensor and those that take it under one plan",
+    )
 
 
 @dataclass

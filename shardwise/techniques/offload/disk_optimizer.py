@@ -35,7 +35,7 @@ from shardwise.comm.tiers.disk import Buffer, Disk, Extent
 from shardwise.comm.tiers.host_memory import return_freed_memory
 from shardwise.comm.tiers.tiers import Tiers, begin_copy
 from shardwise.comm.world import World
-from shardwise.core.chunks import chunk_numel, reserved_bytes
+from shardwise.core.buffer_sizes import chunk_numel, reserved_bytes
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.optimizer.norm import counts, squares

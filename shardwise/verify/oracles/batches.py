@@ -75,7 +75,7 @@ def rows_of_step(plan: Plan, division: Division, step: int) -> int:
     apart = plan.pipeline is None and not short and not any(each.has_axes for each in plan.layers)
     if step % 4 == IDLE_STEP and apart and division.microbatches > 1:
         return (division.ranks - division.idle) * (division.microbatches - 1)
-    # a rank with one row would exchange which of its tensors have rows (layers/layer_hooks.py)
+    # a rank with one row would exchange which of its tensors have rows (layers/apply.py)
     least = ROWS + any(each.has_axes for each in plan.layers)
     each = max(least, fewest // division.microbatches)
     return each * (division.ranks - division.idle) * division.microbatches - (step % 2 == 0)

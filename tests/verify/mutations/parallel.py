@@ -16,8 +16,8 @@ from shardwise.engine.optimizer.updating import Updates
 from shardwise.kernels import cross_entropy as loss_file
 from shardwise.techniques.context import attention, block, cut_batch
 from shardwise.techniques.context.apply import PositionShards
+from shardwise.techniques.context.attention import Ring
 from shardwise.techniques.context.cut_batch import Sequences
-from shardwise.techniques.context.ring import Ring
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data

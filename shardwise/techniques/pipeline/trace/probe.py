@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.move import begin_receive, begin_send
-from shardwise.comm.objects import broadcast_object
+from shardwise.comm.move import begin_receive, begin_send, broadcast_object
 from shardwise.comm.unchanged import kept_buffers
 from shardwise.techniques.pipeline.stage import Asked
 from shardwise.techniques.pipeline.stage_io import StageTrace
