@@ -65,27 +65,6 @@ def require_counted(refused: Tensor, own: InputError | None) -> None:
     )
 
 
-def list_entries(x: Any) -> int:
-    """The number of entries in all lists of a batch, which are fields if no `rows=` is given."""
-    if isinstance(x, dict):
-        return sum(map(list_entries, x.values()))
-    return len(x) + sum(map(list_entries, x)) if isinstance(x, list | tuple) else 0
-
-
-def require_equal_lists(batch: Any, entries: Tensor, ranks: int) -> None:
-    """Raise InputError if lists that are read as fields are not equally long on all ranks.
-    `entries` is the sum over the ranks of (entries, entries^2).
-    """
-    total, squares = entries.tolist()
-    if ranks * squares != total**2:
-        raise bad(
-            f"a batch with {_named(batch)} in lists whose lengths differ between ranks: fields, or "
-            "one sample per row?",
-            "lists of fields, which are equally long on all ranks",
-            _INSTEAD,
-        )
-
-
 def dtype_numbers(batch: Any) -> tuple[int, int, int]:
     """1, a number of the dtypes of a batch's floats, and its square; zeros without floats."""
     number = crc32(_float_dtypes(batch).encode()) % 2**16

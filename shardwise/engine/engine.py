@@ -122,8 +122,6 @@ class Engine:
         with hint.shapes(self.plan):
             return self.training.loss(model, shares.widened(own, self.dtype, model))
 
-    __call__, __getattr__ = hint.no_call, hint.no_attribute
-
     @property
     def microbatches(self) -> int:
         """The number of microbatches of a step on each rank."""
@@ -240,16 +238,14 @@ class Engine:
         """Compare the shares of the data ranks, and their numbers of tokens: in the first step."""
         if self.shares_compared:
             return
-        lists = 0 if self.rows or self.training.tokens else shares.list_entries(batch)
         few = 0 if refused else shares.few_rows(batch, self.rows, self.microbatches)
-        own = [mine, refused is not None, lists, lists**2, few > 0, *shares.dtype_numbers(batch)]
+        own = [mine, refused is not None, few > 0, *shares.dtype_numbers(batch)]
         warns = self.data_ranks > 1 and not (self.world.rank or self.world.dry)
         with self.ledger.phase("check"):
             summed = share_sums(batch, own, self.consensus, warns=warns)
         shares.require_counted(summed[1], refused)
-        shares.require_equal_lists(batch, summed[2:4], self.plan.data_size)
-        shares.require_equal_dtypes(batch, summed[5:8])
-        self.consensus.same.warn_of_few(few, self.microbatches, int(summed[4]))
+        shares.require_equal_dtypes(batch, summed[3:6])
+        self.consensus.same.warn_of_few(few, self.microbatches, int(summed[2]))
         self.shares_compared = True
 
     def _settle(

@@ -51,36 +51,6 @@ _CUT = (
     "in place of a mask of padding [rows, T], a mask [rows, 1, T, T]: docs/explanation/context.md"
 )
 
-_ALLOWED = (
-    "step, evaluate, outputs, set_lr, model, optimizer and what docs/reference/python.md lists"
-)
-#: What an engine does instead of a method that loops, modules or other libraries have.
-_INSTEAD = {
-    "train": "engine.step(batch), which trains, and engine.evaluate(batch), which does not",
-    "eval": "engine.evaluate(batch), which computes in eval mode",
-    "backward": "engine.step(batch), which runs forward, backward and the update",
-    "zero_grad": "engine.step(batch), which drops the gradients after its update",
-    "save_checkpoint": "sw.save(engine, folder)",
-    "load_checkpoint": "sw.load(engine, folder)",
-    "state_dict": "sw.full_state_dict(engine) for the weights; sw.save(engine, folder) for all",
-    "parameters": "engine.model.parameters(), of which this rank may have pieces",
-}
-
-
-def no_attribute(engine: Any, name: str) -> Any:
-    if name not in _INSTEAD:
-        raise AttributeError(f"{type(engine).__name__!r} object has no attribute {name!r}")
-    raise NoAttributeError(str(bad(f"engine.{name}", _ALLOWED, _INSTEAD[name])))
-
-
-def no_call(_: Any, *__: object, **___: object) -> Any:
-    instead = "engine.step(batch), or engine.evaluate(batch) for the loss without an update"
-    raise bad("a call of an engine, as of a module", _ALLOWED, instead)
-
-
-class NoAttributeError(InputError, AttributeError):
-    """An attribute that does not exist: hasattr and getattr with a default still work."""
-
 
 @contextmanager
 def shapes(plan: Plan) -> Iterator[None]:

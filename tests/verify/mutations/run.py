@@ -235,7 +235,6 @@ def gathers_twice_in_an_evaluation(real, x: Any, axis: Any, src: Any, dst: Any, 
 
 @ROWS.around("dp2 zero1", Engine, "evaluate")
 def evaluation_of_own_rows(real, engine: Engine, batch: Any) -> Any:
-    """The lengths of lists, behind the loss and the tokens, agree."""
     with replaced(engine.consensus, agree=lambda x: torch.cat([x[:2], 2 * x[2:]])):
         return real(engine, batch)
 
