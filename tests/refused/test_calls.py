@@ -21,7 +21,6 @@ from shardwise.core.errors import InputError
 from shardwise.core.layouts.layout import P, Placement, R, S
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan.plan import Plan
-from shardwise.core.schedule.builders import dapple
 from shardwise.core.schedule.clock import clock
 from shardwise.core.schedule.library import build
 from shardwise.core.schedule.lower import lower
@@ -101,7 +100,6 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
             ),
             r"rank 1 waits to do F1.1 for act0.1 of F0.1 on rank 0",
         ),
-        *((partial(dapple, *of), "Allowed: A or B") for of in ((4, 4, "C", None), (4, 4, "A", 0))),
         (lambda: lower(build("pipedream:4", 2), gather=True), "update at the end"),
         (
             lambda: engine_of("pp2 1f1b:4", sw.FSDP(nn.Linear(2, 2), world=alone())),

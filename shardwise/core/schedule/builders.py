@@ -6,7 +6,6 @@ On stage s, microbatch i uses the weights after max(0, i // update - lag[s]) upd
 
                              update    lag[s]    versions held by stage s
     PipeDream                1         p-1-s     p-s
-    PipeDream, vertical      1         p-1       p
     2BW                      m         1         2
 
 Interleaved schedules have v stages per rank, stage s on rank s mod p: a microbatch passes every
@@ -49,23 +48,6 @@ def one_f_one_b(p: int, m: int) -> Schedule:
     return one_stage_a_rank(p, m, lambda r: alternate(r, m, p - r))
 
 
-def dapple(p: int, m: int, policy: str = "A", most: int | None = None) -> Schedule:
-    """Early backward (arXiv 2007.01045, section 3): k forwards before rank r's first backward.
-    Policy A has k = min(p-r, D), the order of 1F1B; policy B has k = min(2(p-r)-1, D), which hides
-    slow links at the price of more activations.  D (`most`) is the number of microbatches whose
-    activations fit in memory (default: all).  A rank holds min(k, m) of them.
-    """
-    limit = m if most is None else most
-    if policy not in ("A", "B") or limit < 1:
-        given = f"the policy '{policy}' with memory for {limit} microbatches"
-        raise bad(given, "A or B, and one microbatch or more", 'policy="A"')
-
-    def order(r: int) -> Iterator[Action]:
-        return alternate(r, m, min(p - r if policy == "A" else 2 * (p - r) - 1, limit))
-
-    return one_stage_a_rank(p, m, order)
-
-
 def one_stage_a_rank(p: int, m: int, order: Callable[[int], Iterator[Action]]) -> Schedule:
     return Schedule(tuple(tuple(order(r)) for r in range(p)), tuple(range(p)), m)
 
@@ -88,13 +70,13 @@ def is_one(m: int) -> None:
 # --- asynchronous schedules -----------------------------------------------------------------------
 
 
-def pipedream(p: int, m: int, *, vertical: bool = False) -> Schedule:
+def pipedream(p: int, m: int) -> Schedule:
     """1F1B with an update after every backward (SOSP 2019; arXiv 1806.03377): m updates.
-    Both passes of a microbatch use the weights of each stage that were newest in its forward pass;
-    with `vertical` sync, the version that was newest on the first stage.  The pipeline drains after
-    m microbatches, the end of a step.  The number of versions reaches its formula if m >= 2(p-1).
+    Both passes of a microbatch use the weights of each stage that were newest in its forward pass.
+    The pipeline drains after m microbatches, the end of a step.  The number of versions reaches its
+    formula if m >= 2(p-1).
     """
-    lag = tuple(p - 1 if vertical else p - 1 - s for s in range(p))
+    lag = tuple(p - 1 - s for s in range(p))
     return _updated(one_stage_a_rank(p, m, lambda r: alternate(r, m, p - r)), 1, lag)
 
 

@@ -121,7 +121,7 @@ LIBRARY: dict[str, Entry] = {
         "DAPPLE",
         "early backward: the order of 1f1b",
         "arXiv 2007.01045",
-        lambda n: builders.dapple(n.p, n.m),
+        lambda n: builders.one_f_one_b(n.p, n.m),
         _plain,
         _first,
         *_1F1B,

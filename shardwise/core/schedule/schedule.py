@@ -10,8 +10,8 @@ transfers (lower.py).
 
 In a synchronous schedule (`update` 0) the runtime updates after the last action.  An asynchronous
 one updates every `update` microbatches, with U; on stage s, microbatch i then uses, forward and
-backward, the weights after max(0, i // update - lag[s]) updates.  PipeDream's weight stashing, its
-vertical sync and 2BW's two buffers are three values of `lag` (builders.py).
+backward, the weights after max(0, i // update - lag[s]) updates.  PipeDream's weight stashing and
+2BW's two buffers are two values of `lag` (builders.py).
 
     F  forward of one stage for one microbatch        U       update a stage's weights
     B  backward: I and W at once                      REDUCE  reduce a stage's gradients

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from shardwise.core.errors import InputError
-from shardwise.core.schedule.builders import dapple, pipedream, two_buffered
+from shardwise.core.schedule.builders import pipedream, two_buffered
 from shardwise.core.schedule.clock import ActionCosts, clock
 from shardwise.core.schedule.library import LIBRARY, build, size
 from shardwise.core.schedule.lower import lower, peaks, versions
@@ -104,31 +104,15 @@ def earliest(r: int, p: int, m: int) -> list[int]:
     ]  # W comes one after its I
 
 
-@pytest.mark.parametrize("policy", ["A", "B"])
-def test_dapple_warms_up_as_its_policy_says(policy: str):
-    """Rank r does min(p-r, D) or min(2(p-r)-1, D) forwards before its first backward."""
-    for (p, m), most in product(SQUARE, (None, 1, 3)):
-        schedule = dapple(p, m, policy, most)
-        check(schedule)
-        for r, row in enumerate(schedule.rows):
-            ahead = next(k for k, step in enumerate(row) if step.op == "B")
-            policies = {"A": p - r, "B": 2 * (p - r) - 1}
-            assert ahead == min(policies[policy], most or m, m)
-
-
 def test_pipedream_keeps_p_minus_s_versions():
-    """Stage s keeps p-s versions of its weights, and with vertical sync every stage keeps p. Each
-    microbatch uses the version that is newest at its F: on its stage, or on the first.
-    """
+    """Stage s keeps p-s versions of its weights. Each microbatch uses the newest at its F."""
     assert versions(build("zb-v:4", 2)) == (1,) * 4  # of a synchronous schedule
     for p, m in SQUARE:
-        newest = [newest_at_forward(pipedream(p, m), s) for s in range(p)]
-        for vertical in (False, True):
-            schedule = pipedream(p, m, vertical=vertical)
-            found = [[schedule.version(s, i) for i in range(m)] for s in range(p)]
-            assert found == (newest[:1] * p if vertical else newest)
-            if m >= 2 * (p - 1):
-                assert versions(schedule) == tuple(p - s * (not vertical) for s in range(p))
+        schedule = pipedream(p, m)
+        newest = [newest_at_forward(schedule, s) for s in range(p)]
+        assert [[schedule.version(s, i) for i in range(m)] for s in range(p)] == newest
+        if m >= 2 * (p - 1):
+            assert versions(schedule) == tuple(p - s for s in range(p))
 
 
 def newest_at_forward(schedule, stage: int) -> list[int]:
@@ -206,8 +190,6 @@ def test_what_actions_cost():
     assert [span.start for span in timeline.spans[0][:3]] == [0, 1, 6]
     for word in ("zb-v:4", "interleaved:4x2"):  # stages of one rank have no hop
         assert clock(build(word, 1), ActionCosts(hop=9)).bubble == 0
-    far = ActionCosts(hop=1.0)  # which policy B hides behind more activations
-    assert clock(dapple(4, 12, "B"), far).makespan < clock(dapple(4, 12, "A"), far).makespan
 
 
 def test_memory_in_bytes():
