@@ -23,9 +23,9 @@ from shardwise.core.buffer_sizes import (
     ALIGN_BYTES,
     ALIGNMENT,
     CHUNK_NUMEL,
-    aligned,
     arena_bytes,
     gradient_slots,
+    in_blocks,
 )
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
@@ -86,7 +86,7 @@ def test_what_was_written_is_read(tmp_path_factory: pytest.TempPathFactory, size
     for extent, value in zip(extents, values, strict=True):
         assert torch.equal(extent.tensor, value)
     assert disk.free == 3
-    assert disk.stored_bytes == sum(aligned(n * dtype.itemsize) for n, dtype in sizes)
+    assert disk.stored_bytes == sum(in_blocks(n * dtype.itemsize) for n, dtype in sizes)
     assert list(folder.iterdir()) == []  # no other run finds a file without a name
 
 
