@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.core.errors import bad
-from shardwise.core.tools.arguments import flag, suggest
+from shardwise.core.tools.arguments import flag
 from shardwise.engine.optimizer import elementwise
 from shardwise.engine.optimizer.elementwise import ELEMENTWISE, NOT_IN_ENGINES, is_listed
 from shardwise.engine.optimizer.optimizer_state import fits
@@ -124,16 +124,13 @@ class OptimizerSpec:
             else:
                 self.kind([{"params": [probe], **own}], **self.options)
         except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
-            near = {key: suggest(key, takes, 0.5) for key in options.keys() - takes.keys()}
-            near = {k: new for k, new in near.items() if new and fits(options[k], takes[new])}
-            mended = {new: options[key] for key, new in near.items()}
             maker, why = f"sw.{_maker(self.kind)}", " ".join(str(error).split())
             where = f" in the group {group!r}" if own else ""
-            instead = {"groups": {group: mended or {"lr": 0.001}}} if own else mended
+            listed = ", ".join(f"{key}={value!r}" for key, value in options.items())
             raise bad(
-                f"{maker}{_listing(options)}){where}, which {self.kind.__name__} refuses ({why})",
+                f"{maker}{listed}){where}, which {self.kind.__name__} refuses ({why})",
                 f"the options of {self.kind.__name__}: {', '.join(takes)}",
-                f"{maker}{_listing(instead) or 'lr=3e-4'})",
+                f"{maker}lr=3e-4)",
             ) from error
 
     def require_fits(self, model: nn.Module) -> None:
@@ -207,10 +204,6 @@ def _steps(optimizer: Optimizer, p: nn.Parameter, number: int) -> None:
             optimizer.step()
 
 
-def _listing(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={value!r}" for key, value in options.items())
-
-
 def written(kind: type[Optimizer]) -> str:
     """The class as a program writes it."""
     return (
@@ -243,33 +236,32 @@ def Optim(  # noqa: N802
     return OptimizerSpec(kind, options, groups or {}, elementwise, rest)
 
 
-class AdamOptions(TypedDict, total=False):
-    """The options of torch's AdamW and Adam."""
+class Options(TypedDict, total=False):
+    """The options that torch's AdamW, Adam and SGD have in common."""
 
     lr: float | Tensor
     weight_decay: float
     maximize: bool
     foreach: bool | None
+    differentiable: bool
+    fused: bool | None
+
+
+class AdamOptions(Options, total=False):
+    """The options of torch's AdamW and Adam."""
+
     betas: tuple[float | Tensor, float | Tensor]
     eps: float
     amsgrad: bool
     capturable: bool
-    differentiable: bool
-    fused: bool | None
 
 
-class SGDOptions(TypedDict, total=False):
+class SGDOptions(Options, total=False):
     """The options of torch's SGD."""
 
-    lr: float | Tensor
-    weight_decay: float
-    maximize: bool
-    foreach: bool | None
     momentum: float
     dampening: float
     nesterov: bool
-    differentiable: bool
-    fused: bool | None
 
 
 class LionOptions(TypedDict, total=False):
