@@ -349,7 +349,7 @@ MEMBERS: Final = {
         *("memory", "host_memory", "disk_memory", "measured_bytes", "sent", "gradients", "flush"),
     ),
     "World": ("close", "barrier"),
-    "MoE": ("forward", "fit"),
+    "MoE": ("forward",),
     "Gate": (),
     "core": ("I", "P", "R", "S"),
     "verify": ("Verify",),
