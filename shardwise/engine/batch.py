@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwise.comm.objects import all_gather_object
+from shardwise.comm.move import all_gather_object
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan.plan import Plan
