@@ -34,7 +34,7 @@ APPLIED = (
 #: with every file that need not know the technique any more; it never rises.
 FOREIGN = {
     "data": 47,
-    "tensor": 30,
+    "tensor": 29,
     "expert": 22,
     "pipeline": 15,
     "recompute": 11,

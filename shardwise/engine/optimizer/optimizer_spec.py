@@ -236,32 +236,33 @@ def Optim(  # noqa: N802
     return OptimizerSpec(kind, options, groups or {}, elementwise, rest)
 
 
-class Options(TypedDict, total=False):
-    """The options that torch's AdamW, Adam and SGD have in common."""
+class AdamOptions(TypedDict, total=False):
+    """The options of torch's AdamW and Adam."""
 
     lr: float | Tensor
     weight_decay: float
     maximize: bool
     foreach: bool | None
-    differentiable: bool
-    fused: bool | None
-
-
-class AdamOptions(Options, total=False):
-    """The options of torch's AdamW and Adam."""
-
     betas: tuple[float | Tensor, float | Tensor]
     eps: float
     amsgrad: bool
     capturable: bool
+    differentiable: bool
+    fused: bool | None
 
 
-class SGDOptions(Options, total=False):
+class SGDOptions(TypedDict, total=False):
     """The options of torch's SGD."""
 
+    lr: float | Tensor
+    weight_decay: float
+    maximize: bool
+    foreach: bool | None
     momentum: float
     dampening: float
     nesterov: bool
+    differentiable: bool
+    fused: bool | None
 
 
 class LionOptions(TypedDict, total=False):
