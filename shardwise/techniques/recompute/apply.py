@@ -135,9 +135,9 @@ class Recomputation(Applied):
 
     def divided(self, model: nn.Module) -> None:
         """Release modules that `model` no longer contains: layers of a pipeline's other ranks."""
-        own = {id(module) for module in model.modules()}
+        own = set(model.modules())
         for name, module in list(self.modules.items()):
-            if id(module.module()) not in own:
+            if module.parts[0] not in own:
                 self.modules.pop(name).release()
 
     def begin(self, batch: Any, parts: Sequence[Any], *, trains: bool) -> Sequence[Any]:

@@ -12,20 +12,19 @@ computes the same as the first:
 
     random numbers        are drawn from the same states of the generators
     function modes        around the forward pass (torch.overrides) are entered again
-    running statistics    of batch normalisation are not updated a second time
+    attributes, buffers   are those that the first found, and what the second writes is dropped
     parameters            are gathered: the backward pass of the module has gathered them
     collectives           inside of the module are sent again, by all ranks
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Self
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode_stack,
@@ -38,7 +37,7 @@ from shardwise.comm.world import Axis
 from shardwise.core.tools.structure import graph_break
 from shardwise.core.tools.tree import leaves, mapped
 from shardwise.techniques.recompute.host_activations import HostActivations, same
-from shardwise.techniques.recompute.kept import Generators, Inputs, KeptProducts, States
+from shardwise.techniques.recompute.kept import Generators, Inputs, KeptProducts, ModuleState
 
 Keep = Callable[[Tensor], Tensor]
 FULL, SELECTIVE, PARTITIONED, NONE = "full", "selective", "partitioned", "none"
@@ -75,11 +74,10 @@ class Recomputed:
         host: HostActivations | None = None,
         keep: Keep | None = None,
     ) -> None:
-        self.module = ref(module)
         self.forward, self.kind, self.generators = module.forward, kind, generators
         self.axis, self.host, self.keep = axis, host, keep
         self.alive: WeakSet[_First] = WeakSet()
-        self.norms = [m for m in module.modules() if isinstance(m, _NormBase)]
+        self.parts = list(module.modules())  # itself is the first
         self.run = graph_break(self._run)
         self.__wrapped__ = module.forward  # for inspect.signature
 
@@ -95,9 +93,7 @@ class Recomputed:
         if axis is not None or self.host is not None or self.keep is not None:
             inputs = Inputs(axis, (args, kwargs), self.host, self.keep)
             run, given = self._again(inputs), ()
-        first = _First(
-            self.generators, products, inputs or mapped(Tensor.detach, (args, kwargs), Tensor)
-        )
+        first = _First(self, products, inputs or mapped(Tensor.detach, (args, kwargs), Tensor))
         self.alive.add(first)
         out = checkpoint(
             run,
@@ -106,7 +102,7 @@ class Recomputed:
             preserve_rng_state=False,  # the engine's generators are replayed here
             # a dry run has tensors on two devices
             determinism_check="none" if self._on_meta(args) else "default",
-            context_fn=lambda: (first, _Again(first, self.norms)),
+            context_fn=lambda: (first, _Again(first)),
         )
         if products is not None:
             products.drop(out)  # its reader may write to it
@@ -115,16 +111,12 @@ class Recomputed:
         return out
 
     def _on_meta(self, args: Any) -> bool:
-        module = self.module()
-        params = module.parameters() if module is not None else ()
-        return any(x.is_meta for x in (*leaves(args, Tensor), *params))
+        return any(x.is_meta for x in (*leaves(args, Tensor), *self.parts[0].parameters()))
 
     def release(self) -> None:
         """Give the module its own forward back, so that no reference cycle keeps it."""
-        module = self.module()
-        if module is not None:
-            vars(module).pop("forward", None)
-        del self.forward, self.__wrapped__
+        vars(self.parts[0]).pop("forward", None)
+        del self.forward, self.__wrapped__, self.parts
 
     def kept_tensors(self) -> Iterator[Tensor]:
         """The kept inputs and outputs of products, for passes whose backward has not run yet."""
@@ -146,11 +138,12 @@ class Recomputed:
 
 
 class _First:
-    """Around the forward pass: records the random states and keeps outputs of products."""
+    """Around the forward pass: records the state that it finds, and keeps outputs of products."""
 
-    def __init__(self, generators: Generators, products: KeptProducts | None, inputs: Any) -> None:
-        self.generators, self.products, self.inputs = generators, products, inputs
-        self.states: States | None = None
+    def __init__(self, of: Recomputed, products: KeptProducts | None, inputs: Any) -> None:
+        self.generators, self.products, self.inputs = of.generators, products, inputs
+        self.found = ModuleState(of.parts)
+        self.states: list[Tensor] | None = None
         self.modes = list[TorchFunctionMode]()
         self.entered = ExitStack()
 
@@ -163,6 +156,7 @@ class _First:
 
     def __exit__(self, *_: object) -> None:
         self.entered.close()
+        self.found.end()
         if all(map(torch.equal, self.states or (), self.generators.states())):
             self.states = None  # nothing was drawn
 
@@ -170,9 +164,8 @@ class _First:
 class _Again:
     """Around the recomputation, one in each backward pass through the module."""
 
-    def __init__(self, first: _First, norms: list[_NormBase]) -> None:
-        self.first, self.norms = first, norms
-        self.entered = ExitStack()
+    def __init__(self, first: _First) -> None:
+        self.first = first
 
     def __enter__(self) -> Self:
         first, self.entered = self.first, ExitStack()
@@ -180,7 +173,7 @@ class _Again:
         for mode in [mode for mode in first.modes if mode not in active]:
             _push_mode(mode)  # `with mode` may change more: torch.device sets its own state
             self.entered.callback(_pop_mode)
-        self.entered.enter_context(_statistics_unchanged(self.norms))
+        self.entered.enter_context(first.found.again())
         if first.states is not None:
             self.entered.enter_context(first.generators.replay(first.states))
         if first.products is not None:
@@ -189,20 +182,3 @@ class _Again:
 
     def __exit__(self, *_: object) -> None:
         self.entered.close()
-
-
-@contextmanager
-def _statistics_unchanged(norms: list[_NormBase]) -> Iterator[None]:
-    """Normalise by the batch, with momentum 0, which changes no running statistics. (Without
-    statistics autograd would save fewer tensors than in the first forward.)
-    """
-    before = [(n, n.momentum, n._buffers.get("num_batches_tracked")) for n in norms if n.training]
-    for norm, _, _ in before:
-        norm.momentum = 0.0
-        norm._buffers["num_batches_tracked"] = None
-    try:
-        yield
-    finally:
-        for norm, momentum, count in before:
-            norm.momentum = momentum
-            norm._buffers["num_batches_tracked"] = count

@@ -1,4 +1,5 @@
-"""What recomputation keeps: outputs of products, states of random numbers, inputs or parts of them.
+"""What recomputation keeps: outputs of products, states of random numbers and of modules, inputs or
+parts of them.
 
 Selective recomputation keeps the outputs in brackets:
 
@@ -24,7 +25,7 @@ from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -186,6 +187,43 @@ class Generators:
             yield
         finally:
             self.set(before)
+
+
+# --- States of modules ----------------------------------------------------------------------------
+
+#: Attributes of every module that no forward pass changes.
+_FIXED: Final = vars(nn.Module()).keys() - {"training"} | {"forward"}
+
+
+class ModuleState:
+    """Attributes (flags, counters) and buffers of modules, as a forward pass finds them."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        own = [(vars(m), vars(m).keys() - _FIXED) for m in modules]
+        self.attributes = [(table, {key: table[key] for key in keys}) for table, keys in own]
+        buffers = [(m._buffers, key, b) for m in modules for key, b in m._buffers.items()]
+        self.buffers = [(*x, x[2]._version, x[2].clone()) for x in buffers if x[2] is not None]
+
+    def end(self) -> None:
+        """After the pass: forget the copies of buffers that it has not written."""
+        now = [(x, x[0].get(x[1])) for x in self.buffers]
+        self.buffers = [x for x, b in now if b is not x[2] or b._version != x[3]]
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside is what the pass has found, and afterwards what was there before."""
+        tables = [*(table for table, _ in self.attributes), *(x[0] for x in self.buffers)]
+        now = [(table, dict(table)) for table in tables]
+        for table, found in self.attributes:
+            table.update(found)
+        for table, key, *_, before in self.buffers:
+            table[key] = before.clone()
+        try:
+            yield
+        finally:
+            for table, old in now:
+                table.clear()
+                table.update(old)
 
 
 # --- Inputs ---------------------------------------------------------------------------------------
