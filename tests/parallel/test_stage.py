@@ -81,9 +81,10 @@ def writes_later(m: Any, x: Tensor) -> Tensor:
 
 
 def class_token() -> nn.Module:
-    """Parameters of the root, used before the first layer and after the last."""
-    model = Stack(glue=lambda m, x: through(m, x + m.token) * m.scales[1] + m.token)
+    """Parameters of the root, used before the first layer and, from a list, after the last."""
+    model = Stack(glue=lambda m, x: through(m, x + m.token) * m.scales[1] + m.kept[0])
     model.token = nn.Parameter(torch.zeros(WIDTH))
+    vars(model)["kept"] = [model.token]
     model.scales = nn.ParameterList(torch.zeros(()) for _ in range(2))
     return model
 

@@ -123,7 +123,7 @@ class Stages:
         several stages on a rank, `call` runs for each, so it must not write to the batch.
         """
         layers = self.layers
-        seen = Seen(layers.numbers)
+        seen = Seen(layers.numbered())
         layers.number_buffers(seen.put)
         player = Stage(stage, trace, seen, layers.holding(stage))
         player.take(inputs)

@@ -21,6 +21,7 @@ the player. At all other times this rank's layers are in their usual places, so 
 """
 
 import copy
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -302,10 +303,18 @@ class StageLayers:
         #: the number of each parameter, ours and the twin's, by id
         self.numbers = {id(p): n for n, (_, _, p) in enumerate(self.parameters)}
         self.own: dict[int, dict[int, Tensor]] = {stage: {} for stage in self.own_stages}
+        self.absent: list[tuple[weakref.ref[Tensor], int]] = []
         for number, (p, at) in enumerate(stages.items()):
             for stage in self.own_stages & at:
                 self.own[stage][number] = p
                 self.numbers[id(p)] = number
+            self.absent += [] if self.own_stages & at else [(weakref.ref(p), number)]
+
+    def numbered(self) -> dict[int, int]:
+        """`numbers`, and those of other ranks' parameters that the program has kept (in a list)."""
+        self.absent = [(p, number) for p, number in self.absent if p() is not None]
+        kept = {id(p()): number for p, number in self.absent}
+        return self.numbers | kept if kept else self.numbers
 
     def _own_buffers(self, of: Of) -> None:
         """Record the buffers of a layer, by table and key: the layer may replace a buffer."""
