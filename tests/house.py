@@ -23,11 +23,11 @@ LAYERS = (
 #: model, as engine does. Those that begin with `price` are predictions.
 VALUES = (
     *("word", "styles", "tensor_table", "table_check", "expert_moves"),
-    *("positions", "stage_io", "layer_plan", "layer_plan_check"),
+    *("positions", "stage_io", "layer_plan"),
 )
 APPLIED = (
-    *("apply", "plans", "recorded", "source", "first_step", "placement", "tensor_axis", "auto"),
-    *("budget", "disk_optimizer", "partition", "pipelined", "stage_module", "staged_model"),
+    *("apply", "plans", "recorded", "source", "first_step", "placement", "auto"),
+    *("disk_optimizer", "partition", "pipelined", "stage_module", "staged_model"),
     *("weight_stashing", "stage_work", "probe"),
 )
 #: The most files of the package, outside a technique's folder, that import from it. A bound falls
@@ -38,7 +38,7 @@ FOREIGN = {
     "expert": 22,
     "pipeline": 15,
     "recompute": 11,
-    "layers": 7,
+    "layers": 6,
     "offload": 4,
     "tile": 5,
     "context": 6,

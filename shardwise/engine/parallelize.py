@@ -1,4 +1,8 @@
-"""`sw.parallelize`: checks all arguments, then builds the engine."""
+"""`sw.parallelize`: checks all arguments, then builds the engine.
+
+A recomputation with a budget, or in arenas, is predicted from the unsharded model: the engine keeps
+a copy of it on the meta device, with the model's own buffers.
+"""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -8,6 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.comm.world import World, init
+from shardwise.core.buffer_sizes import Slots
+from shardwise.core.model_spec import ModelSpec
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
 from shardwise.core.tools.arguments import CHECK_EVERY
@@ -20,6 +26,8 @@ from shardwise.engine.optimizer.elementwise import require_possible
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.options import Build, EngineOptions, Loss, Training
 from shardwise.engine.rank_zero_weights import missing_weights
+from shardwise.engine.spec_of_model import model_spec
+from shardwise.observe import meta_pass
 from shardwise.observe.work import kernels_of
 from shardwise.techniques.data import rerun
 from shardwise.techniques.data.apply import layable
@@ -27,7 +35,9 @@ from shardwise.techniques.data.buffers import normal_mode
 from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.techniques.expert.apply import check_experts
 from shardwise.techniques.pipeline import stage_module, weight_stashing
-from shardwise.techniques.recompute import budget as recompute_budget
+from shardwise.techniques.recompute.apply import Recomputation, on_host, recomputed_modules
+from shardwise.techniques.recompute.price_step import kept_slots
+from shardwise.techniques.recompute.word import recompute_budget
 from shardwise.techniques.tensor import first_step
 from shardwise.techniques.tensor.apply import layer_tables, table_for
 from shardwise.techniques.tensor.tensor_table import Table
@@ -110,7 +120,7 @@ def build_engine(
     layers = layer_tables(model, plan, options.table)
     calls = stage_module.calls_under(plan, model, objective)
     begin = stage_module.stage_starts(model, plan, options.stages, calls)
-    recomputed = recompute_budget.recomputation(model, plan, world.rank, objective, options, begin)
+    recomputed = recomputation(model, plan, world.rank, objective, options, begin)
     clip = weight_stashing.require(model, plan, begin, options)
     rerun.require(plan, options.checks)
     if world.rank == 0 and not world.dry:
@@ -177,3 +187,33 @@ def _require_shardable_model(model: nn.Module, plan: Plan, units: Rule) -> None:
     layable(model, units)
     check_experts(model, plan)
     tiled_layers(model, plan)
+
+
+# --- recomputation --------------------------------------------------------------------------------
+
+
+def recomputation(
+    model: nn.Module,
+    plan: Plan,
+    rank: int,
+    objective: Loss,
+    options: EngineOptions,
+    starts: Sequence[str] = (),
+) -> Recomputation:
+    """The recomputation of a model that is not sharded yet."""
+    kinds = recomputed_modules(model, plan, options.units, starts)
+    budget = recompute_budget(plan.recompute)
+    if not budget and not (plan.arenas and kinds):
+        hosted = on_host(model, plan, options.units, kinds, starts)
+        return Recomputation(kinds, hosted=hosted, everything=plan.activations is not None)
+    plain = meta_pass.template(model)
+
+    def spec(batch: Any) -> ModelSpec:
+        return model_spec(plain, plan, rank, batch, objective, options)
+
+    def sizes(batch: Any) -> Slots:
+        return kept_slots(spec(batch), plan, rank)
+
+    if not budget:
+        return Recomputation(kinds, sizes=sizes)
+    return Recomputation(kinds, lambda batch: spec(batch).recomputed)

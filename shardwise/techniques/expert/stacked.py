@@ -6,7 +6,7 @@ MixtralExperts and the experts of some seventy other models hold the weights of 
     forward(rows [N, D], experts of each row [N, K], their weights [N, K]) -> [N, D]
 
 Router, shared experts and losses are other modules, which do not change. Under `tp` a rank holds a
-part of the hidden features of every expert (tensor_axis.py). Under `ep` a rank holds E / n of the
+part of the hidden features of every expert (apply.py). Under `ep` a rank holds E / n of the
 experts. It exchanges rows as dispatch.py does, calls the module's own forward with one expert of
 weight 1 for each row it received, and applies the weights where the rows come from.
 """

@@ -22,7 +22,7 @@ from shardwise.core.model_spec import TensorSpec
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.checks.reads import guard_layer
 from shardwise.engine.default_fill import agree, cut_to, open_sums
-from shardwise.techniques.expert import tensor_axis as expert_tensor
+from shardwise.techniques.expert import apply as expert_tensor
 from shardwise.techniques.layers.plans import LayerPlans, layer_plans, only
 from shardwise.techniques.tensor import linear, rng, sequence
 from shardwise.techniques.tensor.sequence import sum_spans
