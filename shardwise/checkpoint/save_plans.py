@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadItemType,
     LoadPlan,
     LoadPlanner,
     ReadItem,
@@ -37,6 +36,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from shardwise.core.errors import InputError, Problem, RunError, refusal
 from shardwise.engine.state.box import Box, block
@@ -233,7 +233,9 @@ class BoxLoadPlanner(LoadPlanner):
                 continue
             if 0 not in box.sizes:
                 self.tensors[index] = box.tensor.detach()
-            items += _read_items(box, index, known[box.name])
+                chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+                saved: Any = known[box.name]
+                items += create_read_items_for_chunk_list(box.name, saved, [chunk])
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -356,21 +358,3 @@ def _problem(box: Box, saved: Any, checkpoint: str, convert: bool) -> Problem | 
             "a plan whose master weights have that dtype",
         )
     return None
-
-
-def _read_items(box: Box, index: MetadataIndex, saved: Any) -> Iterator[ReadItem]:
-    for chunk in saved.chunks:
-        piece = (tuple(chunk.offsets), tuple(chunk.sizes))
-        if shared := overlap((tuple(box.offsets), tuple(box.sizes)), piece):
-            yield ReadItem(
-                LoadItemType.TENSOR,
-                dest_index=index,
-                dest_offsets=_minus(shared[0], box.offsets),
-                storage_index=MetadataIndex(box.name, chunk.offsets),
-                storage_offsets=_minus(shared[0], chunk.offsets),
-                lengths=torch.Size(shared[1]),
-            )
-
-
-def _minus(a: Sequence[int], b: Sequence[int]) -> torch.Size:
-    return torch.Size(x - y for x, y in zip(a, b, strict=True))
