@@ -6,7 +6,6 @@ A tied tensor is written under its first name; the others are in the file's head
 """
 
 import json
-import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
@@ -44,7 +44,6 @@ from shardwise.checkpoint.weights_folder import (
     CONFIG,
     GENERATION,
     INDEX,
-    SINGLE,
     WeightsFolder,
     new_folder,
     open_weights,
@@ -91,23 +90,21 @@ def export(
     require_content(opened)
     model = _model(opened)
     names = _names(opened, model)
-    sizes = {name: _bytes(opened, key, dtype) for name, key in names.items()}
-    groups = _groups(sizes, file_bytes)
-    several = len(groups) > 1
+    empty = {
+        name: torch.empty(_saved(opened, key).size, dtype=_dtype(opened, key, dtype), device="meta")
+        for name, key in names.items()
+    }
+    split = split_torch_state_dict_into_shards(empty, max_shard_size=file_bytes)
     header = {"format": "pt"} | {
         other: group[0] for group in model.get("tied", ()) for other in group[1:]
     }
-    files: dict[str, str] = {}
     with new_folder(to, FILES, overwrite=overwrite) as folder:
-        for number, group in enumerate(groups, 1):
-            file = f"model-{number:05}-of-{len(groups):05}.safetensors" if several else SINGLE
+        for file, group in split.filename_to_tensors.items():
             tensors = {n: _tensor(opened, names[n], dtype) for n in group}
             save_file(tensors, folder / file, header)
             del tensors
-            files |= dict.fromkeys(group, file)
-        total = sum(sizes.values())
-        if several:
-            index = {"metadata": {"total_size": total}, "weight_map": files}
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             _write(folder / INDEX, index)
         config, generation = model.get("config"), model.get("generation")
         if config is not None:
@@ -116,7 +113,8 @@ def export(
             _write(folder / GENERATION, generation)
         tokenizer = _copy_tokenizer(opened.path, folder)
     others = config is not None, generation is not None, tokenizer
-    return Exported(to, len(names), total, len(groups), *others)
+    total = split.metadata["total_size"]
+    return Exported(to, len(names), total, len(split.filename_to_tensors), *others)
 
 
 def _copy_tokenizer(checkpoint: Path, folder: Path) -> bool:
@@ -224,29 +222,12 @@ def _dtype(opened: OpenCheckpoint, key: str, dtype: torch.dtype | None) -> torch
     return dtype if dtype is not None and own.is_floating_point else own
 
 
-def _bytes(opened: OpenCheckpoint, key: str, dtype: torch.dtype | None) -> int:
-    return math.prod(_saved(opened, key).size) * _dtype(opened, key, dtype).itemsize
-
-
 def _tensor(opened: OpenCheckpoint, key: str, dtype: torch.dtype | None) -> Tensor:
     found = torch.empty(_saved(opened, key).size, dtype=_dtype(opened, key, dtype), device="cpu")
     for chunk in _saved(opened, key).chunks:
         piece = read_piece(opened.pieces[MetadataIndex(key, chunk.offsets)])
         block(found, chunk.offsets, chunk.sizes).copy_(piece)
     return found
-
-
-def _groups(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
-    """The names of each file, in order; a tensor is never divided."""
-    groups: list[list[str]] = [[]]
-    held = 0
-    for name, size in sizes.items():
-        if groups[-1] and held + size > file_bytes:
-            groups.append([])
-            held = 0
-        groups[-1].append(name)
-        held += size
-    return groups
 
 
 def _in_dtype(
