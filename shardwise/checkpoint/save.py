@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
@@ -23,8 +23,7 @@ from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.folder import LITTLE_BYTES, free_bytes, reason
 from shardwise.checkpoint.lock import SAVING_LOCK, only_writer
 from shardwise.checkpoint.save_plans import BoxSavePlanner, Pages
-from shardwise.checkpoint.storage import Publisher, Written
-from shardwise.comm.move import all_gather_object
+from shardwise.checkpoint.storage import Publisher, Written, together
 from shardwise.comm.world import World
 from shardwise.core.errors import RunError
 from shardwise.core.tools.arguments import MOST_COUNT, integer
@@ -32,8 +31,6 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.state.box import Box
 from shardwise.engine.state.full import entries, is_extra, plain_key, plain_of
 from shardwise.wrap.plain_loop import PlainLoop
-
-T = TypeVar("T")
 
 
 class PlannedSave:
@@ -83,7 +80,7 @@ class PlannedSave:
         self.planner.keep(self.plan)
 
     def _agree(self, locks: Sequence[Path]) -> None:
-        every = self.together(partial(self._begin, locks))
+        every = together(partial(self._begin, locks), self.world, self.reason)
         try:
             plans, self.metadata = self.planner.create_global_plan(every)
         except ValueError as error:  # the same on all ranks
@@ -98,18 +95,6 @@ class PlannedSave:
             self.held.callback(shutil.rmtree, self.publisher.path, ignore_errors=True)
             folders.clear(self.publisher.path)
         return self.planner.create_local_plan()
-
-    def together(self, act: Callable[[], T]) -> list[T]:
-        """The results of all ranks. Called by all of them; raises the first failure on each."""
-        own: tuple[T | None, BaseException | None]
-        try:
-            own = act(), None
-        except BaseException as error:  # noqa: BLE001  the others wait for this rank
-            own = None, error
-        every = all_gather_object(own, self.world)
-        if failures := {rank: error for rank, (_, error) in enumerate(every) if error is not None}:
-            raise self.reason(failures) from None
-        return [result for result, _ in every]
 
     def reason(self, failures: Mapping[int, BaseException]) -> BaseException:
         """The error for the failures of ranks, with the free space, if it is little."""
@@ -140,8 +125,9 @@ class PlannedSave:
         if self.failure is not None:
             raise self.failure
         with self.held:
-            every = self.together(self.write)
-            self.together(lambda: self.publish(every) if self.world.rank == 0 else None)
+            every = together(self.write, self.world, self.reason)
+            publish = partial(self.publish, every) if self.world.rank == 0 else lambda: None
+            together(publish, self.world, self.reason)
         return self.path
 
 

@@ -1,12 +1,9 @@
 """Planners for torch.distributed.checkpoint: which rank writes and reads which part of a tensor.
 
-    save   every rank offers its boxes, split into pieces of at most PIECE_BYTES. A piece that
-           several ranks hold is written by the one with the least to write so far. Buffers
-           may differ between ranks: rank 0 writes its own, with which the next step begins.
-    load   every rank reads the overlaps of its boxes with the saved pieces.
-
-torch.distributed.checkpoint collects a plan from every rank, lets rank 0 change them all, and then
-has every rank execute its own.
+save   every rank offers its boxes, split into pieces of at most PIECE_BYTES. A piece that
+several ranks hold is written by the one with the least to write so far. Buffers
+may differ between ranks: rank 0 writes its own, with which the next step begins.
+load   every rank reads the overlaps of its boxes with the saved pieces.
 """
 
 import io
@@ -27,8 +24,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
     SavePlanner,
@@ -38,7 +33,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from shardwise.core.errors import InputError, Problem, RunError, refusal
+from shardwise.core.errors import Problem, RunError, refusal
 from shardwise.engine.state.box import Box, block
 
 #: The size of a piece: the extra memory of a rank that writes or reads.
@@ -183,78 +178,29 @@ def _alone(piece: Tensor) -> Tensor:
     return torch.from_numpy(raw.numpy()).view(piece.dtype).view(piece.shape)
 
 
-class BoxLoadPlanner(LoadPlanner):
-    """Requests the saved pieces that overlap this rank's boxes."""
+#: Tensors to fill, by the name and the offsets of their box: several for the step counts of a
+#: parameter in tiles.
+Targets = dict[MetadataIndex, list[Tensor]]
 
-    def __init__(
-        self,
-        boxes: Sequence[Box],
-        checkpoint: str,
-        convert: bool = False,
-        pages: Pages | None = None,
-    ) -> None:
-        self.boxes, self.pages = boxes, pages or Pages()
-        self.checkpoint = checkpoint
-        self.convert = convert
-        self.tensors: dict[MetadataIndex, Tensor] = {}
-        #: further tensors of one box: the step counts of a parameter in tiles
-        self.also: dict[MetadataIndex, list[Tensor]] = {}
-        self.metadata = Metadata({})
 
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """Store the metadata. Raises the reader's InputError, if it had one."""
-        self.metadata = metadata or Metadata({})
-        if isinstance(self.metadata.planner_data, InputError):
-            raise self.metadata.planner_data
-
-    def create_local_plan(self) -> LoadPlan:
-        """The overlaps of each box with the saved pieces."""
-        known = self.metadata.state_dict_metadata
-        wrong = {
-            box.name: problem
-            for box in self.boxes
-            if (problem := _problem(box, known.get(box.name), self.checkpoint, self.convert))
-            is not None
-        }
-        if wrong:
-            more = f" and {len(wrong) - _NAMED} more tensors" if len(wrong) > _NAMED else ""
-            named = list(wrong.values())[:_NAMED]
-            raise refusal(f"loading '{self.checkpoint}'{more}", named)
-        items: list[ReadItem] = []
-        for box in self.boxes:
-            index = MetadataIndex(box.name, box.offsets)
-            if index in self.tensors:
-                self.also.setdefault(index, []).append(box.tensor.detach())
-                continue
-            if 0 not in box.sizes:
-                self.tensors[index] = box.tensor.detach()
-                chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-                saved: Any = known[box.name]
-                items += create_read_items_for_chunk_list(box.name, saved, [chunk])
-        return LoadPlan(items)
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise ValueError(f"'{read_item.storage_index.fqn}' is no tensor")
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        return block(self.tensors[read_item.dest_index], read_item.dest_offsets, read_item.lengths)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """`resolve_tensor` returned the live data; copy it to further tensors of the box."""
-        for other in self.also.get(read_item.dest_index, ()):
-            block(other, read_item.dest_offsets, read_item.lengths).copy_(tensor)
-        self.pages.seen(tensor)
+def planned_reads(
+    boxes: Sequence[Box], saved: Mapping[str, Any], checkpoint: str, *, convert: bool
+) -> tuple[Targets, list[ReadItem]]:
+    """The tensors of the boxes, and their overlaps with the `saved` pieces of each tensor.
+    Raises InputError that lists boxes of other names, shapes or (unless `convert`) dtypes.
+    """
+    problems = (_problem(box, saved.get(box.name), checkpoint, convert) for box in boxes)
+    if wrong := [problem for problem in dict.fromkeys(problems) if problem is not None]:
+        more = f" and {len(wrong) - _NAMED} more tensors" if len(wrong) > _NAMED else ""
+        raise refusal(f"loading '{checkpoint}'{more}", wrong[:_NAMED])
+    targets, items = Targets(), list[ReadItem]()
+    for box in (box for box in boxes if 0 not in box.sizes):
+        index = MetadataIndex(box.name, box.offsets)
+        if index not in targets:
+            chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            items += create_read_items_for_chunk_list(box.name, saved[box.name], [chunk])
+        targets.setdefault(index, []).append(box.tensor.detach())
+    return targets, items
 
 
 def _write_item(box: Box, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> WriteItem:

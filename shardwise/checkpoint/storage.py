@@ -2,28 +2,18 @@
 
 import json
 import os
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from uuid import uuid4
 
 import torch
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-)
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
-from torch.distributed.checkpoint.storage import StorageReader, WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.folder import reason, unwritten
@@ -38,15 +28,17 @@ from shardwise.checkpoint.open_checkpoint import (
     seal,
     write_manifest,
 )
-from shardwise.checkpoint.save_plans import BoxLoadPlanner, Pages
+from shardwise.checkpoint.save_plans import Pages, Targets, planned_reads
+from shardwise.comm.move import all_gather_object
 from shardwise.comm.world import World
-from shardwise.core.errors import InputError, RunError, bad
+from shardwise.core.errors import RunError, bad
 from shardwise.engine.state.box import Box, block
 from shardwise.techniques.data.buffers import normal_mode
 
 #: An additional check of a checkpoint before it is loaded; raises InputError.
 Check = Callable[[OpenCheckpoint], None]
-_ALONE = "torch.distributed is (disabled|unavailable)"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -115,82 +107,40 @@ def _result(name: str, offsets: Sequence[int], file: str, first: int, size: int)
     return WriteResult(MetadataIndex(name, torch.Size(offsets)), size, place)
 
 
-class Pieces(StorageReader):
-    """Reads a checkpoint: checks all of it, then reads each piece that this rank needs.
-    `check` is called with the small files before tensors are checked. `scalars` is set once the
-    metadata has been read, and `reading` once all checks have passed on every rank.
+def together(
+    act: Callable[[], T],
+    world: World,
+    failed: Callable[[Mapping[int, BaseException]], BaseException],
+) -> list[T]:
+    """The results of all ranks. Called by all of them; raises on each what `failed` returns for the
+    failures by rank.
     """
-
-    def __init__(self, folder: Path, rank: int, ranks: int, check: Check | None = None) -> None:
-        self.folder, self.path = folder, folder
-        self.rank, self.ranks, self.check = rank, ranks, check
-        self.scalars: dict[str, Any] = {}
-        self.opened: OpenCheckpoint | None = None
-        self.reading = False
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
-
-    def read_metadata(self) -> Metadata:
-        """The checkpoint's metadata; if unreadable, with the InputError as `planner_data`. The
-        planner raises that error, because errors of a planner reach every rank.
-        """
-        try:
-            self.path = folders.find(self.folder)
-            self.opened = open_checkpoint(self.path)
-            self.scalars = self.opened.scalars
-            if self.check is not None:
-                self.check(self.opened)
-        except InputError as error:
-            return Metadata({}, planner_data=error, storage_data={})
-        return self.opened.metadata
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object
-    ) -> None:
-        """Nothing to do: the metadata are this reader's own."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Hash this rank's share of the files. An error raised here reaches every rank."""
-        assert self.opened is not None
-        require_content(self.opened, self.rank, self.ranks)
-        return replace(plan, planner_data=self.opened.mark)
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Raise InputError unless all ranks have found the same checkpoint."""
-        other = [rank for rank, p in enumerate(plans) if p.planner_data != plans[0].planner_data]
-        if other:
-            raise bad(
-                f"the checkpoint folder '{self.folder}', in which rank {other[0]} finds another "
-                f"checkpoint than rank 0, which finds {self.path.name}",
-                "one folder shared by all ranks",
-                "a folder on a network disk that all machines mount",
-            )
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the boxes. Raises InputError for a file that is missing, short or damaged."""
-        self.reading = True
-        assert self.opened is not None
-        wanted: dict[Piece, list[ReadItem]] = {}
-        for item in plan.items:
-            wanted.setdefault(self.opened.pieces[item.storage_index], []).append(item)
-        for piece in sorted(wanted, key=lambda piece: (piece.file, piece.offset)):
-            _fill(read_piece(piece), wanted[piece], planner)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return FileSystemReader.validate_checkpoint_id(checkpoint_id)
+    own: tuple[T | None, BaseException | None]
+    try:
+        own = act(), None
+    except BaseException as error:  # noqa: BLE001  the others wait for this rank
+        own = None, error
+    every: list[Any] = all_gather_object(own, world)
+    if failures := {rank: error for rank, (_, error) in enumerate(every) if error is not None}:
+        raise failed(failures) from None
+    return [result for result, _ in every]
 
 
 @torch.no_grad()
-def _fill(saved: Tensor, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+def _fill(
+    opened: OpenCheckpoint, targets: Targets, items: Sequence[ReadItem], pages: Pages
+) -> None:
+    """Read each piece once. Raises InputError for a file that is missing, short or damaged."""
+    wanted: dict[Piece, list[ReadItem]] = {}
     for item in items:
-        target = planner.resolve_tensor(item)
-        target.copy_(block(saved, item.storage_offsets, item.lengths))
-        planner.commit_tensor(item, target)
+        wanted.setdefault(opened.pieces[item.storage_index], []).append(item)
+    for piece in sorted(wanted, key=lambda piece: (piece.file, piece.offset)):
+        saved = read_piece(piece)
+        for item in wanted[piece]:
+            for target in targets[item.dest_index]:
+                part = block(target, item.dest_offsets, item.lengths)
+                part.copy_(block(saved, item.storage_offsets, item.lengths))
+                pages.seen(part)
 
 
 @normal_mode()
@@ -212,24 +162,36 @@ def load(
     Raises InputError, with the boxes unchanged; RunError for a file that cannot be read after the
     checks, when some boxes are written: load again, or start with a new engine.
     """
-    pieces = Pieces(folders.as_path(folder), world.rank, world.size, check)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=_ALONE)
-            load_state(
-                {},
-                storage_reader=pieces,
-                planner=BoxLoadPlanner(boxes, str(folder), convert, pages),
-                no_dist=world.size == 1,
-            )
-    except CheckpointException as error:
-        failures = {rank: cause for rank, (cause, _) in error.failures.items()}
-        why = reason(failures, f"The checkpoint in '{folder}' could not be loaded")
-        if pieces.reading:
-            raise RunError(
-                f"The checkpoint in '{folder}' could not be loaded: it became unreadable after all "
-                "checks had passed. The boxes are partly written: load again, or start with a new "
-                f"engine. ({why})"
-            ) from None
-        raise why from None
-    return pieces.scalars
+    place = folders.as_path(folder)
+    failed = partial(reason, what=f"The checkpoint in '{place}' could not be loaded")
+    found: list[tuple[OpenCheckpoint, Targets, list[ReadItem]]] = []
+
+    def checked() -> str:
+        """Check all that this rank reads, and its share of the files; the id of the save."""
+        opened = open_checkpoint(folders.find(place))
+        if check is not None:
+            check(opened)
+        saved = opened.metadata.state_dict_metadata
+        reads = planned_reads(boxes, saved, str(folder), convert=convert)
+        require_content(opened, world.rank, world.size)
+        found.append((opened, *reads))
+        return opened.mark
+
+    def unreadable(failures: Mapping[int, BaseException]) -> BaseException:
+        return RunError(
+            f"The checkpoint in '{place}' could not be loaded: it became unreadable after all "
+            "checks had passed. The boxes are partly written: load again, or start with a new "
+            f"engine. ({failed(failures)})"
+        )
+
+    marks = together(checked, world, failed)
+    (opened, *reads) = found[0]
+    if other := [rank for rank, mark in enumerate(marks) if mark != marks[0]]:
+        raise bad(
+            f"the checkpoint folder '{place}', in which rank {other[0]} finds another checkpoint "
+            "than rank 0",
+            "one folder shared by all ranks",
+            "a folder on a network disk that all machines mount",
+        )
+    together(lambda: _fill(opened, *reads, pages or Pages()), world, unreadable)
+    return opened.scalars
