@@ -156,8 +156,6 @@ class Threads(Transport):
 class ThreadLinks(Links):
     """Opens boards on the hub that all threads share."""
 
-    of_threads = True
-
     def __init__(self, hub: Hub) -> None:
         self.hub = hub
         self.opened = 0

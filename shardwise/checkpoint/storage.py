@@ -185,7 +185,7 @@ def load(
         )
 
     marks = together(checked, world, failed)
-    (opened, *reads) = found[0]
+    opened, targets, items = found[0]
     if other := [rank for rank, mark in enumerate(marks) if mark != marks[0]]:
         raise bad(
             f"the checkpoint folder '{place}', in which rank {other[0]} finds another checkpoint "
@@ -193,5 +193,5 @@ def load(
             "one folder shared by all ranks",
             "a folder on a network disk that all machines mount",
         )
-    together(lambda: _fill(opened, *reads, pages or Pages()), world, unreadable)
+    together(lambda: _fill(opened, targets, items, pages or Pages()), world, unreadable)
     return opened.scalars

@@ -149,7 +149,6 @@ class Links(ABC):
     """Opens transports for groups of ranks of this world."""
 
     closed = False  # whether `close` has been called
-    of_threads = False  # whether all ranks are threads of one process, as in tests
     meshes = 0  # on how many meshes the program has put the world
 
     def watch(self, ledger: Ledger) -> None:

@@ -8,12 +8,8 @@ from typing import Final
 import torch
 
 from shardwise.checkpoint import engines
-from shardwise.checkpoint import save as writing
-from shardwise.checkpoint import storage as reading
-from shardwise.checkpoint.folder import find
-from shardwise.checkpoint.open_checkpoint import open_checkpoint
 from shardwise.comm.move import all_gather_object
-from shardwise.comm.world import World, alone
+from shardwise.comm.world import World
 from shardwise.core.errors import bad
 from shardwise.engine.engine import Engine
 
@@ -29,11 +25,8 @@ def reload_engine(saved: Engine, fresh: Engine) -> Engine:
     world = saved.world
     folder = _shared_folder(world)
     try:
-        if world.links.root.of_threads:
-            _through_threads(saved, fresh, folder)
-        else:
-            engines.save(saved, folder)
-            engines.load(fresh, folder)
+        engines.save(saved, folder)
+        engines.load(fresh, folder)
         world.barrier()
     finally:
         if world.rank == 0:
@@ -64,22 +57,3 @@ def _forget(engine: Engine) -> None:
         for weights in (flat.full, flat.shard):
             if weights.untyped_storage().nbytes():
                 weights.fill_(FORGOTTEN)
-
-
-def _through_threads(saved: Engine, fresh: Engine, folder: Path) -> None:
-    """For ranks in threads, which torch.distributed.checkpoint does not support."""
-    world = saved.world
-    scalars = {"step": saved.steps, "engine": saved.scalars()}
-    mine = [box for box in saved.boxes() if box.replica == 0]
-    boxes = [box for of_rank in all_gather_object(mine, world) for box in of_rank]
-    if world.rank == 0:
-        writing.save(folder, boxes, scalars, alone())
-    world.barrier()
-    opened = open_checkpoint(find(folder))
-    own = fresh.loading(opened.tensors, opened.scalars["engine"])
-    for rank in range(world.size):
-        if rank == world.rank:
-            reading.load(folder, own, alone())
-        world.barrier()
-    fresh.load_scalars(opened.scalars["engine"])
-    fresh.loaded()

@@ -173,11 +173,11 @@ ROWS |= {
     "gradients without one of them [tp2] coverage": shown("gradients", lambda b, _: b[1:]),
     "every gradient the first copy [dp2] coverage": shown("gradients", all_the_first),
     "a weight saved in part [dp2 zero3] error": shown("boxes", lambda b, rank: b[rank > 0 :]),
-    "every copy saved as the first [dp2] error": shown("boxes", all_the_first),
+    "every copy saved as the first [dp2] coverage": shown("boxes", all_the_first),
     "a moment saved as zeros [dp2]": shown("boxes", first_moment_zero),
     "moments forgotten in a load [dp2 zero2]": forgotten(lambda value: value.dim() > 0),
     "step counts forgotten in a load [dp2 zero1]": forgotten(lambda value: value.dim() == 0),
-    "copies not refreshed after a load [dp2 zero1] error": drop(state, "refresh"),
+    "copies not refreshed after a load [dp2 zero1]": drop(state, "refresh"),
     "a snapshot of views [dp1] late writer": instead(pending, "snapshot", lambda *_: []),
     # --- within a step ----------------------------------------------------------------------------
     "a second copy of what is gathered [dp2 zero3 of gpt] moments": second_copy(1),
