@@ -66,7 +66,9 @@ def _command(name: str) -> str:
     command = surface.command(name)
     params = [param for param in command.params if param.name != "help"]
     places = [_place(p) for p in params if p.param_type_name == "argument"]
-    usage = " ".join(["shardwise", name, *places, "[OPTIONS]"])
+    last = command.allow_interspersed_args
+    words = [*places, "[OPTIONS]"] if last else ["[OPTIONS]", *places]
+    usage = " ".join(["shardwise", name, *words])
     said = inspect.cleandoc(command.help or "")
     options = table("argument or option | default | meaning", map(_option, params))
     return "\n\n".join([f"## shardwise {name}", said, f"```text\n{usage}\n```", options])

@@ -1,7 +1,8 @@
 """The command line.
 
     shardwise train CONFIG     train a model                 exit code
-    shardwise verify PLAN      prove a plan                  0  success
+    shardwise run SCRIPT       a script on several ranks     0  success
+    shardwise verify PLAN      prove a plan
     shardwise predict PLAN     memory and traffic            1  the proof or the run failed
     shardwise doctor           devices, collectives, links   2  bad input: one paragraph says what
     shardwise plan             the words of plans
@@ -40,6 +41,7 @@ ALWAYS, AUTO = "always", "auto"
 
 # command: the module of its function, and its line in the help
 ELSEWHERE = {
+    "run": ("run_command", "Run a script on several ranks of this machine."),
     "verify": ("verify", "Prove a plan: parity, bytes, memory."),
     "predict": ("predict_command", "What a rank will hold and send."),
     "doctor": ("doctor", "Check devices and collectives, and measure links."),
@@ -90,7 +92,7 @@ def with_resume_value(given: Sequence[str]) -> list[str]:
     words, result = list(given), list[str]()
     while words:
         word = words.pop(0)
-        if word == "--resume":
+        if word == "--resume" and given[0] != "run":
             auto = words[:1] == [AUTO]
             word, words = f"--resume={AUTO if auto else ALWAYS}", words[auto:]
         result.append(word)
@@ -114,8 +116,9 @@ def application(given: Sequence[str] = ()) -> typer.Typer:
     )
     app.callback()(options)
     app.command("train")(train)
-    for name in ELSEWHERE:
-        app.command(name)(command(name, given))
+    for name in ELSEWHERE:  # what stands after a script is the script's
+        last = {"allow_interspersed_args": name != "run"}
+        app.command(name, context_settings=last)(command(name, given))
     checkpoint = typer.Typer(
         no_args_is_help=True,
         rich_markup_mode=None,

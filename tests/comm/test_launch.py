@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from shardwise.cli import run_command
+from shardwise.cli.main import main
 from shardwise.comm.start import excepthook
 from shardwise.comm.start.launch import launch, spawn
 from shardwise.comm.world import init
@@ -414,3 +416,20 @@ def test_habits_from_other_libraries_are_explained(
     sys.excepthook(caught.type, caught.value, caught.value.__traceback__)
     assert hook == [caught.type.__name__]
     assert said in caught.value.__notes__[0]
+
+
+def test_a_script_is_run_with_what_stands_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its own options too, with its folder first in the path, as python runs it."""
+    script, seen = tmp_path / "script.py", list[Any]()
+    script.write_text("import sys, beside\nbeside.seen += [__name__, *sys.argv]")
+    (tmp_path / "beside.py").write_text("seen = []")
+    monkeypatch.setattr(run_command, "launch", lambda *args: seen.append(args) or 3)
+    with pytest.raises(SystemExit, match="3"):
+        main(["run", "--nproc", "4", str(script), "--resume", "x"])
+    assert seen == [([str(script), "--resume", "x"], 4, run_command.__name__)]
+    monkeypatch.setattr(sys, "argv", ["", *seen[0][0]])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    run_command.main()
+    assert sys.modules.pop("beside").seen == ["__main__", str(script), "--resume", "x"]
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", str(tmp_path / "none.py")])
