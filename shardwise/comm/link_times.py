@@ -40,20 +40,17 @@ class SlowLink(NamedTuple):
         return self.seconds / self.others_s
 
 
-def pairs(
-    axis: Axis, device: torch.device, ranks: Sequence[int] | None = None
-) -> dict[tuple[int, int], float]:
-    """Seconds of a round trip of PAIR_ELEMENTS, for the pairs of `ranks` that begin with this one.
-    Every rank of the axis calls it; `ranks` is ascending, None for all.  Up to ALL_PAIRS ranks
-    every pair is timed, above that neighbours and pairs with the first: one at a time, so that a
-    slow pair does not delay others; the minimum of a few tries.
+def pairs(axis: Axis, device: torch.device) -> dict[tuple[int, int], float]:
+    """Seconds of a round trip of PAIR_ELEMENTS, for the pairs of ranks that begin with this one.
+    Every rank of the axis calls it.  Up to ALL_PAIRS ranks every pair is timed, above that
+    neighbours and pairs with the first: one at a time, so that a slow pair does not delay others;
+    the minimum of a few tries.
     """
-    ranks = range(axis.size) if ranks is None else ranks
-    n = len(ranks)
+    n = axis.size
     ways = {(r, (r + 1) % n) for r in range(n)} | {(0, r) for r in range(1, n)}
     if n <= ALL_PAIRS:
         ways = set(itertools.combinations(range(n), 2))
-    ways = {(ranks[min(way)], ranks[max(way)]) for way in ways}
+    ways = {(min(way), max(way)) for way in ways}
     x = torch.zeros(PAIR_ELEMENTS, dtype=torch.float32, device=device)
     found = dict[tuple[int, int], float]()
     for a, b in sorted(ways):
