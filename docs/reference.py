@@ -66,7 +66,7 @@ def _command(name: str) -> str:
     command = surface.command(name)
     params = [param for param in command.params if param.name != "help"]
     places = [_place(p) for p in params if p.param_type_name == "argument"]
-    last = command.allow_interspersed_args
+    last = command.context_settings.get("allow_interspersed_args", True)
     words = [*places, "[OPTIONS]"] if last else ["[OPTIONS]", *places]
     usage = " ".join(["shardwise", name, *words])
     said = inspect.cleandoc(command.help or "")
