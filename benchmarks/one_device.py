@@ -27,7 +27,7 @@ from benchmarks.table import aligned
 from shardwise.comm.link_times import settle
 from shardwise.comm.start.launch import spawn
 from shardwise.core.errors import bad
-from shardwise.core.zero import ROWS, STATE_BYTES, bytes_per_parameter
+from shardwise.core.zero import ROWS, bytes_per_parameter
 from shardwise.models import gpt
 from shardwise.models.gpt import SIZES, GPTConfig
 from shardwise.models.registry import of_gpt
@@ -41,6 +41,8 @@ NARROW: Final = GPTConfig(
     vocabulary=256, layers=24, width=64, heads=4, kv_heads=4, hidden=256, sequence=32
 )
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
+#: Bytes per parameter of the parameter, its gradient and AdamW's state.
+STATE_BYTES: Final = {"fp32": (4, 4, 8), "bf16": (2, 2, 12)}
 
 
 @dataclass(frozen=True)
