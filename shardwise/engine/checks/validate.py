@@ -219,7 +219,7 @@ def _counting(
     def checked(batch: Any) -> int:
         """The number that the function returns for the batch, checked."""
         found = value(batch)
-        number = float(found)
+        number = math.nan if found is None else float(found)
         if not (number >= 0 and number.is_integer()):  # False for infinity and NaN too
             given = f"{name}, which returns {short_repr(found)}"
             raise bad(given, "a function that returns a whole number from 0 up", example)
