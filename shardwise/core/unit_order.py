@@ -9,8 +9,7 @@
     end_backward     reduce the units in which some parameter has no gradient, close all
 
 Other rows only reduce during a pass.  Units are numbered in the order of their definition.  Hooks
-report the events of a run and do the acts (techniques/data/unit_hooks.py); predictions report those
-of a recorded pass, and count and weigh the acts (prediction/unit_acts.py).
+report the events and do the acts (techniques/data/unit_hooks.py).
 
 Under a schedule, `enter` and `leave` are around each F, B, I and W.  The unit used last stays
 gathered until another is used: a B right after its F need not gather it.  Units that a stage reads

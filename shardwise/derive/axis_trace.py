@@ -157,12 +157,7 @@ class OperationTrace:
             if y.numel():
                 self._result(func, given, args, y, place)
 
-    def kernel(self, inputs: Sequence[Tensor], out: Tensor) -> None:
-        """An element-wise kernel: the kernels of a CPU have none."""
-
-    def attention(
-        self, given: Sequence[Tensor], out: Tensor, _: int, *, causal: bool = False
-    ) -> None:
+    def attention(self, given: Sequence[Tensor], out: Tensor, _: int) -> None:
         """A fused attention on the meta device; it raises as on others for a mask of all heads."""
         query, key, *rest = given
         scores = (*query.shape[:-1], key.shape[-2])

@@ -24,7 +24,7 @@ from shardwise.core.layouts.uneven import even
 from shardwise.core.plan.plan import Plan
 from shardwise.derive.axis_rules import TracedAxis, leaves
 from shardwise.derive.axis_trace import OperationTrace, TracedLayer, traced
-from shardwise.engine.spec_of_model import on_tensor_axis
+from shardwise.engine.plain_pass import on_tensor_axis
 from shardwise.observe.meta_pass import UNKNOWN
 from shardwise.techniques.tensor.tensor_table import Table
 

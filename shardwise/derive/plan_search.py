@@ -22,12 +22,13 @@ from shardwise.derive.search.result import PlanTask, SearchResult
 from shardwise.derive.search.search import best_plans
 from shardwise.derive.table import table_or_derived
 from shardwise.engine.options import EngineOptions, Loss
-from shardwise.engine.predict import predict_with
-from shardwise.engine.spec_of_model import plain_copy, stage_counts
+from shardwise.engine.plain_pass import plain_copy, stage_counts
+from shardwise.engine.predict import Predictor
 from shardwise.observe.dry_engine import dry_step, with_few_microbatches
 from shardwise.observe.meta_pass import UNKNOWN
 from shardwise.prediction.cluster import Cluster, cluster_of
 from shardwise.prediction.prediction import DryStep, Prediction
+from shardwise.techniques.expert.apply import shapes_of
 
 #: The plans that are predicted.
 COUNT: Final = 8
@@ -53,7 +54,7 @@ class SearchedModel:
         if key not in self.known:
             self.known[key] = self._predicted(*key)
         found = self.known[key]
-        return found if rank == found.rank else found.on(rank)
+        return found.on(rank)
 
     def one_row(self, plan: Plan, depth: int | None) -> Prediction:
         """That of one row on one data rank, without a pipeline, on the axes within layers of
@@ -73,7 +74,7 @@ class SearchedModel:
             one, loss = (lambda: self._rows(1)), self.options.objective
             self.tables[key] = table_or_derived(*own, lambda: model, one, loss)
         options = replace(self.options, table=self.tables[key])
-        found = predict_with(model, plan, self._rows(rows * plan.microbatches), options)
+        found = Predictor(model, plan, options).of(self._rows(rows * plan.microbatches))
 
         @cache
         def step_on(plan: Plan, rank: int) -> DryStep:
@@ -81,7 +82,7 @@ class SearchedModel:
             batch = self._rows(rows * few.microbatches)
             return dry_step(model, few, batch, options, rank, parts=False, whole=plan)
 
-        return replace(found, dry=step_on)
+        return replace(found, dry=lambda plan, rank, **_: step_on(plan, rank))
 
     def _rows(self, rows: int) -> Any:
         return tree_map_only(Tensor, lambda x: x[:1].repeat(rows, *[1] * (x.dim() - 1)), self.batch)
@@ -119,7 +120,7 @@ def search(
     predicted = SearchedModel(model, batch, options)
     texts = (x.shape[1] for x in leaves if x.dim() == 2 and not x.is_floating_point())
     try:
-        one = predicted.one_row(PLAIN, None)
+        assert predicted.one_row(PLAIN, None).dry_step
     except InputError:
         raise
     except UNKNOWN as error:
@@ -127,7 +128,7 @@ def search(
         given = f"a {type(model).__name__} whose pass cannot be recorded ({why})"
         allowed = "a model and a loss that run in one process on a batch of one row"
         raise bad(given, allowed, "loss(model, batch), as it runs in one process") from error
-    sizes = [layer.experts for layer in one.spec.expert_layers.values()]
+    sizes = [layer.experts for layer in shapes_of(model).values()]
     task = PlanTask(ranks, cluster.devices_per_host, rows, next(texts, 0), min(sizes, default=1))
     return best_plans(task, predicted, cluster, count)
 

@@ -27,8 +27,8 @@ from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine
 from shardwise.engine.predict import predict_with
 from shardwise.models import gpt
-from shardwise.prediction.cluster import PRESETS
-from shardwise.prediction.time.step_time import PRECISIONS, RankWork
+from shardwise.prediction.time.issued import Operation
+from shardwise.prediction.time.network import PRECISIONS
 
 Act = Callable[[], object]
 #: The sizes n of products, and the elements (fp32) of tensors in memory.
@@ -113,7 +113,9 @@ def _launches_s(device: torch.device, together: Act) -> tuple[float, float]:
         with torch.device("meta"):
             model = gpt.GPT(TINY)
         found = predict_with(model, plan, batch, options)
-        operations = len(RankWork(found, PRESETS["h100-sxm"]).operations)  # of any cluster
+        step = found.dry_step
+        kernels = sum(isinstance(each, Operation) for each in step.issued)
+        operations = kernels / step.few.microbatches
         engine = build_engine(gpt.GPT(TINY), plan, alone(device), options)
         times.append(
             _seconds(lambda engine=engine, batch=batch: engine.step(batch), device, together)

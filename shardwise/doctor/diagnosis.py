@@ -28,7 +28,7 @@ from shardwise.prediction.cluster import (
     DiskSpeed,
     LinkSpeed,
 )
-from shardwise.prediction.time.step_time import Network
+from shardwise.prediction.time.network import Network
 
 GIB: Final = 2**30
 _LEAST_S: Final = 1e-7  # of a latency: times that do not grow with the size of a short message

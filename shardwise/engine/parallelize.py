@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.comm.world import World, init
-from shardwise.core.buffer_sizes import Slots
-from shardwise.core.model_spec import ModelSpec
+from shardwise.core.model_spec import PlainPass
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
 from shardwise.core.tools.arguments import CHECK_EVERY
@@ -25,8 +24,8 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer.elementwise import require_possible
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.options import Build, EngineOptions, Loss, Training
+from shardwise.engine.plain_pass import plain_pass
 from shardwise.engine.rank_zero_weights import missing_weights
-from shardwise.engine.spec_of_model import model_spec
 from shardwise.observe import meta_pass
 from shardwise.observe.work import kernels_of
 from shardwise.techniques.data import rerun
@@ -36,7 +35,7 @@ from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.techniques.expert.apply import check_experts
 from shardwise.techniques.pipeline import stage_module, weight_stashing
 from shardwise.techniques.recompute.apply import Recomputation, on_host, recomputed_modules
-from shardwise.techniques.recompute.price_step import kept_slots
+from shardwise.techniques.recompute.price import kept_slots
 from shardwise.techniques.recompute.word import recompute_budget
 from shardwise.techniques.tensor import first_step
 from shardwise.techniques.tensor.apply import layer_tables, table_for
@@ -208,12 +207,9 @@ def recomputation(
         return Recomputation(kinds, hosted=hosted, everything=plan.activations is not None)
     plain = meta_pass.template(model)
 
-    def spec(batch: Any) -> ModelSpec:
-        return model_spec(plain, plan, rank, batch, objective, options)
-
-    def sizes(batch: Any) -> Slots:
-        return kept_slots(spec(batch), plan, rank)
+    def passed(batch: Any) -> PlainPass:
+        return plain_pass(plain, plan, rank, batch, objective, options)
 
     if not budget:
-        return Recomputation(kinds, sizes=sizes)
-    return Recomputation(kinds, lambda batch: spec(batch).recomputed)
+        return Recomputation(kinds, sizes=lambda batch: kept_slots(passed(batch), plan, rank))
+    return Recomputation(kinds, lambda batch: passed(batch).recomputed)

@@ -1,32 +1,25 @@
-"""`sw.predict`: what a rank holds and sends under a plan, without starting one.
-
-A prediction depends on the shapes of the batch.  `Predictor` makes one for each batch of a run and
-reuses it for batches with the same shapes, unless the model reads values.
-"""
+"""`sw.predict`: what a rank holds and sends under a plan, without starting one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
 from shardwise.core.tools.arguments import CHECK_EVERY, integer
+from shardwise.core.tools.tree import leaves
 from shardwise.engine.batch import Count, rows
 from shardwise.engine.checks import hint, validate
 from shardwise.engine.checks.device_room import with_offload
-from shardwise.engine.model_structure import shapes_of
-from shardwise.engine.optimizer.elementwise import require_possible, require_whole
+from shardwise.engine.optimizer.elementwise import require_possible
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.options import EngineOptions, Loss
 from shardwise.engine.parallelize import plan_of
-from shardwise.engine.spec_of_model import model_spec
 from shardwise.observe.work import Kernels
-from shardwise.prediction.flat_groups import layout_of
 from shardwise.prediction.prediction import DryStep, Prediction
-from shardwise.prediction.rank_shape import shape_on
 from shardwise.techniques.data import rerun
 from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.techniques.pipeline import weight_stashing
@@ -38,8 +31,6 @@ EVEN: Final = (
     "the bytes on the axis ep and the activations are those of an even load of the experts: they "
     "depend on the routing of tokens"
 )
-#: Shapes of batches whose predictions are kept: the latest.
-KEPT: Final = 64
 
 
 def predict(
@@ -93,22 +84,23 @@ def predict(
         broadcast_buffers=broadcast_buffers,
         kernels=device,
     )
-    found = predict_with(model, plan, batch, options, rank)
-    assert found.dry_step  # whose errors are those of this call
-    return found
+    return predict_with(model, plan, batch, options, rank)
 
 
 def predict_with(
     model: nn.Module, plan: Plan | str, batch: Any, options: EngineOptions, rank: int = 0
 ) -> Prediction:
-    """The prediction, with the options of an engine; its dry run is made when it is first read."""
+    """The prediction, with the options of an engine."""
 
     def of(plan: Plan) -> Prediction:
         with hint.sharded(plan, alone):
-            return Predictor(model, plan, options, rank=rank).of(batch)
+            found = Predictor(model, plan, options, rank=rank).of(batch)
+            assert found.dry_step  # whose errors are those of this call
+            return found
 
     def alone() -> None:
-        Predictor(model, "dp1", replace(options, table=None, stages=None)).of(batch)
+        plain = replace(options, table=None, stages=None)
+        assert Predictor(model, "dp1", plain).of(batch).dry_step
 
     plan = plan_of(plan)
     found = of(with_offload(plan.completed(None), of))
@@ -119,7 +111,7 @@ def predict_with(
         f"a step stores {peak:,} bytes on the device, more than device_memory allows "
         f"({bound:,}); offload:auto, offload:param or recompute:full stores less"
     )
-    return replace(found, notes=(*found.notes, note))
+    return replace(found, told=(*found.told, note))
 
 
 class Predictor:
@@ -152,43 +144,26 @@ class Predictor:
         clip = weight_stashing.require(model, self.plan, begin, options)
         rerun.require(self.plan, options.checks)
         self.options = replace(options, clip=clip)
-        self.spec, self.objective = options.spec, options.objective
-        require_possible(self.spec, model, self.plan)
-        self.known: dict[object, Prediction] = {}
+        require_possible(options.spec, model, self.plan)
 
     def of(self, batch: Any) -> Prediction:
-        """The prediction for a step on `batch`, this rank's share of the global batch.
-        Raises InputError for a model that does not run on the meta device.
+        """The prediction for a step on `batch`, this rank's share of the global batch. Its dry run
+        is made when it is first read, and raises InputError for a model that does not run.
         """
         if self.options.tokens is None:
             rows(batch, self.options.rows)  # raises InputError, as a step does
-        key = shapes_of(batch)
-        if key in self.known:
-            return self.known[key]
-        found = self._predicted(batch)
-        if not found.spec.run.note:
-            self.known[key] = found
-            if len(self.known) > KEPT:
-                del self.known[next(iter(self.known))]
-        return found
-
-    def _predicted(self, batch: Any) -> Prediction:
-        plan, rank = self.plan, self.rank
-        spec = model_spec(self.model, plan, rank, batch, self.objective, self.options)
-        shape = shape_on(spec, plan, rank)
-        trained = [(p.name, len(p.shape), layout_of(plan, p)) for p in shape.params if p.trainable]
-        require_whole(self.spec, trained)
+        texts = (x for x in leaves(batch, Tensor, objects=True) if x.dim() == 2)
+        first = next((x.numel() for x in texts if not x.is_floating_point()), 0)
         return Prediction(
-            plan,
-            rank,
-            shape,
-            spec,
+            self.plan,
+            self.rank,
             norm=self.options.clip is not None,
-            notes=tuple(filter(None, (spec.run.note, EVEN if plan.ep > 1 else ""))),
+            tokens=first * self.plan.shares,
+            told=(EVEN,) if self.plan.ep > 1 else (),
             dry=cache(partial(self._dry_step, batch)),
         )
 
-    def _dry_step(self, batch: Any, plan: Plan, rank: int) -> DryStep:
+    def _dry_step(self, batch: Any, plan: Plan, rank: int, *, brief: bool = False) -> DryStep:
         from shardwise.observe.dry_engine import dry_step  # builds an engine, which predicts
 
-        return dry_step(self.model, plan, batch, self.options, rank)
+        return dry_step(self.model, plan, batch, self.options, rank, brief=brief)

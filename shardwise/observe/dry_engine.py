@@ -11,8 +11,8 @@ A model whose forward reads values runs on the CPU with its weights and its batc
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any, Final, NamedTuple, get_args
@@ -28,22 +28,24 @@ from shardwise.comm.world import world_of
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.plan_check import moments
 from shardwise.core.schedule.library import allowed, updates
-from shardwise.core.schedule.schedule import Step, Transfer
+from shardwise.core.schedule.schedule import Action, Step, Transfer
 from shardwise.core.tally import Key, Tally
 from shardwise.core.zero import Tier
 from shardwise.engine import memory
 from shardwise.engine.batch import computed_parts, split
 from shardwise.engine.checks.consistency import CHECKED_STEPS
 from shardwise.engine.engine import Engine
-from shardwise.engine.model_structure import shapes_of, valueless
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine
+from shardwise.engine.plain_pass import shapes_of, valueless
+from shardwise.observe.issues import Issues
 from shardwise.observe.meta_pass import UNKNOWN, AsOn, ToMeta, meta_copy, value_copy
 from shardwise.observe.step_bytes import KeptBytes, StepBytes
 from shardwise.observe.work import Kernels, in_backward
 from shardwise.prediction.prediction import DryStep
-from shardwise.prediction.rank_shape import moments
+from shardwise.techniques.data.flat.flat_parameter import Flat
 
 #: The totals of lines of the ledger.
 Tallies = dict[Key, Tally]
@@ -98,9 +100,12 @@ def _is_steady(plan: Plan) -> bool:
     """Whether each microbatch in the middle of the schedule sends the same: no update is among
     them, and no chunk gathers its units anew.
     """
-    gathers = any(each.states.moves().reshards for each in plan.of_all_layers)
     updated = updates(plan.pipeline, plan.mesh.size_of(PIPELINE))
-    return not updated and not (gathers and _alternating(plan) > 1)
+    return not updated and not (_gathers(plan) and _alternating(plan) > 1)
+
+
+def _gathers(plan: Plan) -> bool:
+    return any(each.states.moves().reshards for each in plan.of_all_layers)
 
 
 def _alternating(plan: Plan) -> int:
@@ -146,8 +151,10 @@ class DryRun:
         world = replace(world_of(rank, plan.size, _CPU, FakeLinks()), dry=True, meta=not real)
         options = replace(options, loss=self._objective, fill=None if real else lambda *_: None)
         made = value_copy(model) if real else _with_buffers(meta_copy(model))
+        sizes = {name: p.numel() for name, p in made.named_parameters()}
         with torch.random.fork_rng(devices=[]), self.mode:
             self.engine: Engine = build_engine(made, plan, world, options)
+        self.stages = _stage_sizes(self.engine, sizes)
 
     @contextmanager
     def running(self) -> Iterator[Engine]:
@@ -186,30 +193,48 @@ class DryRun:
         have more equal microbatches than the plan of this run.
         """
         with self.running() as engine:
-            first, before_update = StepBytes(engine, least=sys.maxsize), list[int]()
-            rested, optimizer = first.now, engine.optimizer.torch
-            note = optimizer.register_step_pre_hook(lambda *_: before_update.append(first.most))
-            with first:
-                engine.step(batch)
-            engine.wait()
-            note.remove()
+            most = self._first(batch)
             engine.consistency.checked = CHECKED_STEPS  # the first ones send more
-            step, kept = StepBytes(engine), KeptBytes(engine, batch)
-            most = next(iter(before_update), first.most)
+            issues, kept = Issues(engine), KeptBytes(engine, batch)
+            step = StepBytes(engine, issues=issues)
             states = step.now - memory.in_step(engine)["gradients"]  # a step begins without any
-            step.least = int(NEAR * (most - rested + states)) if parts else sys.maxsize
-            shares = self._watched(batch, step, kept)
+            step.least = int(NEAR * (most + states)) if parts else sys.maxsize
+            with issues.recording():
+                shares = self._watched(batch, step, kept)
             if parts and not step.parts:
                 step = StepBytes(engine, step.most)
                 self._watched(batch, step, kept)
             host = engine.recompute.host
-            fetched = 0 if host is None else host.most_fetched_bytes
             resting = dict[Tier, dict[str, int]]()
             for tier in get_args(Tier):
                 resting[tier] = memory.measured(engine, tier)
-            sent, each = shares.of(whole, engine.plan, engine.last), shares.middle(engine.plan)
-        most = step.most, step.parts, kept.most, kept.most_on_host
-        return DryStep(sent, each, _alternating(engine.plan), resting, *most, fetched)
+        units = engine.data.units.order
+        return DryStep(
+            sent=shares.of(whole, engine.plan, engine.last),
+            memory=resting,
+            device=step.most,
+            parts=step.parts,
+            activations=kept.most,
+            host_activations=kept.most_on_host,
+            fetched=0 if host is None else host.most_fetched_bytes,
+            few=engine.plan,
+            issued=tuple(issues.found),
+            recomputed=dict(engine.recompute.kinds),
+            trained=tuple(sum(map(numel_of, unit.trained)) for unit in units),
+            stages=self.stages,
+        )
+
+    def _first(self, batch: Any) -> int:
+        """A step; returns the most bytes before its update beside those that rested."""
+        engine, before_update = self.engine, list[int]()
+        first = StepBytes(engine, least=sys.maxsize)
+        rested, optimizer = first.now, engine.optimizer.torch
+        note = optimizer.register_step_pre_hook(lambda *_: before_update.append(first.most))
+        with first:
+            engine.step(batch)
+        engine.wait()
+        note.remove()
+        return next(iter(before_update), first.most) - rested
 
     def _watched(self, batch: Any, step: StepBytes, kept: KeptBytes) -> MicrobatchTallies:
         engine = self.engine
@@ -218,6 +243,8 @@ class DryRun:
 
         def watch(action: Step) -> None:
             shares.see(action)
+            if step.issues is not None and isinstance(action, Action):
+                step.issues.found.append(action)
             if engine.staging is not None:
                 kept.look()
 
@@ -230,12 +257,27 @@ class DryRun:
         return shares
 
 
+def numel_of(flat: Flat) -> int:
+    return sum(shape.numel() for shape in flat.shapes)
+
+
 @cache
 def _updates(func: Any) -> bool:
     """Whether an operation writes to the one tensor that it returns, and changes no shape."""
     returns = [each.alias_info for each in func._schema.returns]
     writes = len(returns) == 1 and returns[0] is not None and returns[0].is_write
     return writes and torch.Tag.inplace_view not in func.tags
+
+
+def _stage_sizes(engine: Engine, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The numbers of parameters of the stages of a pipeline."""
+    if engine.staging is None:
+        return ()
+    found = [0] * len(engine.staging.schedule.home)
+    for name, stages in engine.staging.at.items():
+        for stage in stages:
+            found[stage] += sizes.get(name, 0)
+    return tuple(found)
 
 
 def _with_buffers(model: nn.Module) -> nn.Module:
@@ -257,12 +299,13 @@ def dry_step(
     *,
     parts: bool = True,
     whole: Plan | None = None,
+    brief: bool = False,
 ) -> DryStep:
-    """A step of `rank` on its share of a batch; of few of its equal microbatches. `whole`: the plan
-    of which `plan` has few. Raises InputError like `parallelize`, and for a model on meta that does
-    not run there.
+    """A step of `rank` on its share of a batch; of few of its equal microbatches, or if it is
+    `brief`, of so few that it only shows what each action issues. `whole`: the plan of which `plan`
+    has few. Raises InputError like `parallelize`, and for a model on meta that does not run there.
     """
-    few = _few(plan, batch, options, rank)
+    few, parts = _few(plan, batch, options, rank, brief=brief), parts and not brief
     of = few.batch, whole or plan
     with kept_values(batch):
         try:
@@ -273,7 +316,9 @@ def dry_step(
                 raise
             if not has_values:
                 raise valueless(model) from error
-        return DryRun(model, few.plan, options, rank, real=True).step(*of, parts=parts)
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        found = DryRun(model, few.plan, options, rank, real=True).step(*of, parts=parts)
+        return replace(found, note=f"the step depends on values of the batch (on meta: {why})")
 
 
 def with_few_microbatches(plan: Plan, rank: int) -> Plan:
@@ -296,24 +341,36 @@ class _Few(NamedTuple):
     batch: Any
 
 
-def _few(plan: Plan, batch: Any, options: EngineOptions, rank: int) -> _Few:
+def _few(plan: Plan, batch: Any, options: EngineOptions, rank: int, *, brief: bool) -> _Few:
     """With the fewest equal microbatches that keep as much at once as all of them."""
     parts = computed_parts(batch, plan.microbatches, plan.cut, options.rows)
     if len({shapes_of(part) for part in parts}) > 1:
         return _Few(plan, batch)
-    runs = _least(plan.accumulate, MICROBATCHES)
-    fewer = replace(plan, accumulate=runs)
-    if plan.pipeline is not None and _is_steady(plan):
-        stages, place = plan.mesh.size_of(PIPELINE), plan.mesh.coordinate(rank).get(PIPELINE, 0)
+    runs = _least(plan.accumulate, 1 if brief else MICROBATCHES)
+    fewer, stages = replace(plan, accumulate=runs), plan.mesh.size_of(PIPELINE)
+    shows = brief and not updates(plan.pipeline, stages)
+    if plan.pipeline is not None and (shows or _is_steady(plan)):
+        place, turn = plan.mesh.coordinate(rank).get(PIPELINE, 0), _alternating(plan)
         every = allowed(plan.pipeline, stages)[1].m
-        few = _least(every, 2 * stages * (1 + (_alternating(plan) > 1)))
+        least = 1 if shows and not _gathers(plan) else 2 * stages * (1 + (turn > 1))
+        few = _least(every, least, turn)
+        while shows and not _is_possible(plan.pipeline.replace(f":{every}", f":{few}", 1), stages):
+            few = _least(every, few + 1, turn)
         changed = replace(fewer, schedule=plan.pipeline.replace(f":{every}", f":{few}", 1))
-        if moments(changed, place) == moments(fewer, place):
+        if shows or moments(changed, place) == moments(fewer, place):
             fewer = changed
     times = plan.microbatches // fewer.microbatches
     return _Few(fewer, split(batch, times, plan.cut, options.rows)[0])
 
 
-def _least(number: int, least: int) -> int:
-    """The least divisor of `number` that is `least` or more; the number itself if none is."""
-    return next((n for n in range(least, number) if number % n == 0), number)
+def _is_possible(schedule: str, stages: int) -> bool:
+    with suppress(InputError):
+        return bool(allowed(schedule, stages))
+    return False
+
+
+def _least(number: int, least: int, turn: int = 1) -> int:
+    """The least divisor of `number` that is `least` or more, and a multiple of `turn`; the number
+    itself if none is.
+    """
+    return next((n for n in range(least, number) if number % n == n % turn == 0), number)

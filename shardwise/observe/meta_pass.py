@@ -1,17 +1,14 @@
-"""One forward and one backward pass of the plain model on the meta device.
+"""Models on the meta device: copies of them, what their tensors report and compute, and the tape of
+a forward pass.
 
-The pass computes no values and allocates no memory. It records the order in which modules are
-called, what each call takes and returns, and which tensors a gradient reaches. Predictions are made
-from this record (core/model_spec.py) and from the plan, before any rank starts.
-
-A model whose forward reads values (`if x.max() > 0:`) cannot run on meta. It runs once on the CPU
-with the real batch instead, and the `note` of the record says so.
+A pass computes no values and allocates no memory. A model whose forward reads values
+(`if x.max() > 0:`) cannot run there.
 """
 
 import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -25,46 +22,18 @@ from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.parameter import attributes, meta_parameters
 from shardwise.comm.unchanged import kept_values
-from shardwise.core.errors import InputError
-from shardwise.core.model_spec import Call, ModelPass, Value
+from shardwise.core.model_spec import Tape
 from shardwise.core.tools.tree import leaves
 from shardwise.observe import work
 from shardwise.observe.meta_results import MetaResults
-from shardwise.observe.recorded_tape import TapeRecorder, attention_flops
-from shardwise.observe.work import FusedAttention, Kernels, WorkRecorder, in_backward
+from shardwise.observe.recorded_tape import TapeRecorder
+from shardwise.observe.work import FusedAttention, Kernels
 from shardwise.techniques.data.outputs import tensors_in
 
-#: Changes a model during a pass; the argument records what the change sends.
-Around = Callable[[nn.Module, Callable[[Any], None]], AbstractContextManager[None]]
+#: Changes a model during a pass.
+Around = Callable[[nn.Module], AbstractContextManager[None]]
 #: Errors that a forward that reads values raises on meta.
 UNKNOWN = (RuntimeError, NotImplementedError, ValueError, TypeError, LookupError, AttributeError)
-
-
-def run(
-    twin: nn.Module,
-    real: Callable[[], nn.Module],
-    call: Callable[[nn.Module, Any], Tensor],
-    batch: Any,
-    around: Around | None = None,
-    *,
-    kernels: Kernels = "cpu",
-) -> ModelPass:
-    """The record of `call(twin, batch)`, a loss, and of its backward pass; `twin` is on meta.
-    If it cannot run there, the record of `call(real(), batch)`, with a copy that has values.
-    `around` computes a rank's positions.
-    """
-    try:
-        return _recorded(twin, call, batch, around, kernels)
-    except UNKNOWN as error:
-        if any(x.is_meta for x in leaves(batch, Tensor, objects=True)):
-            raise
-        try:
-            found = _recorded(real(), call, batch, around, kernels)
-        except InputError as again:
-            raise (error if isinstance(error, InputError) else again) from None
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        note = f"the number of gathers of units depends on values of the batch (on meta: {why})"
-        return found._replace(note=note)
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
@@ -85,30 +54,19 @@ def template(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(x): x for x in attributes(model)} | meta_parameters(model))
 
 
-def with_tape(
-    run: ModelPass,
-    laid_out: nn.Module,
-    call: Callable[[nn.Module, Any], Tensor],
-    batch: Any,
-    around: Around | None = None,
-    *,
-    kernels: Kernels = "cpu",
-) -> ModelPass:
-    """`run` with tape and rows of a sharded model on meta; unchanged if that does not run."""
-    with suppress(*UNKNOWN):
-        own = _recorded(laid_out, call, batch, around, kernels)
-        return run._replace(tape=own.tape, rows=own.rows)
-    return run
-
-
-def _recorded(
+def tape_of(
     model: nn.Module,
     call: Callable[[nn.Module, Any], Tensor],
     batch: Any,
-    around: Around | None,
-    kernels: Kernels,
-) -> ModelPass:
-    record = _Record([*model.parameters(), *model.buffers(), *leaves(batch, Tensor, objects=True)])
+    around: Around,
+    *,
+    kernels: Kernels = "cpu",
+) -> Tape:
+    """What autograd keeps of `call(model, batch)`, where `model` is on meta. `around` computes a
+    rank's positions. Raises torch's error if the forward reads values of the model.
+    """
+    external = [*model.parameters(), *model.buffers(), *leaves(batch, Tensor, objects=True)]
+    record = _Record(external)
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(kept_values(batch))
@@ -118,32 +76,17 @@ def _recorded(
         stack.enter_context(record.watching(model))
         stack.enter_context(saved_tensors_hooks(record.save, lambda x: x))
         stack.enter_context(as_on(torch.device("cpu"), record, kernels=kernels))
-        stack.enter_context(around(model, record.rows.append) if around else nullcontext())
-        loss = call(model, batch)
-        if loss.requires_grad:
-            loss.sum().backward()
-    names = {id(p): name for name, p in model.named_parameters()}
-    unused = {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None}
-    model.zero_grad()
-    reads = tuple((calls, names[key]) for calls, key in record.reads if key in names)
-    return record.done()._replace(unused=frozenset(unused), reads=reads)
+        stack.enter_context(around(model))
+        call(model, batch)
+    return record.tape.done()
 
 
 class _Record:
-    """The record so far. It keeps tensors alive, so that no new tensor gets the id of one."""
+    """The tape so far, with the modules that are running."""
 
-    def __init__(self, inputs: list[Any]) -> None:
-        self.tape, self.work = TapeRecorder(inputs), WorkRecorder()
-        self.inside = [""]  # modules that are running, innermost last
-        self.graded = ""  # the module whose backward pass is running
-        self.begun: list[int] = []  # the calls of these modules
-        self.calls: list[Call] = []
-        self.tensors: list[Tensor] = []
-        self.numbers: dict[tuple[int, int], int] = {}
-        self.returned: set[int] = set()  # values that a gradient reached
-        self.rows: list[Any] = []
-        self.reads: dict[tuple[int, int], None] = {}  # the same, at each use of a tensor
-        self.given: set[int] = set()  # what a module returned: its unit stays, or it is a copy
+    def __init__(self, external: list[Any]) -> None:
+        self.tape = TapeRecorder(external)
+        self.inside = [""]  # innermost last
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -152,7 +95,6 @@ class _Record:
         for name, module in model.named_modules():
             begin, end = partial(self._begin, name), partial(self._end, name)
             handles.append(module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True))
-            handles.append(module.register_forward_pre_hook(self._receive, with_kwargs=True))
             handles.append(module.register_forward_hook(end))
         try:
             yield
@@ -160,98 +102,26 @@ class _Record:
             for handle in handles:
                 handle.remove()
 
-    def done(self) -> ModelPass:
-        """The record as a value."""
-        values = tuple(
-            Value(tuple(x.shape), str(x.dtype).removeprefix("torch."), n in self.returned)
-            for n, x in enumerate(self.tensors)
-        )
-        tape = self.tape.done()._replace(operations=tuple(self.work.operations))
-        found = ModelPass(tuple(self.calls), values, tape, tuple(self.rows))
-        self.tensors.clear()  # their hooks refer to this record
-        return found
-
     def save(self, x: Tensor) -> Tensor:
-        if not in_backward():
-            self.tape.save(x, self.inside[-1])
+        self.tape.save(x, self.inside[-1])
         return x
 
     def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """An operation below autograd."""
-        if in_backward():
-            self.work.operation(func, (args, kwargs), out, self.graded, backward=True)
-            return
-        read = (id(x) for x in work.call_tensors((args, kwargs)) if id(x) not in self.given)
-        self.reads |= {(len(self.calls), x): None for x in read}
-        module, before = self.inside[-1], len(self.tape.products)
-        self.tape.operation(module, func, args, kwargs, out)
-        product = before if len(self.tape.products) > before else -1
-        self.work.operation(
-            func,
-            (args, kwargs),
-            out,
-            module,
-            backward=False,
-            saves=self.tape.saves,
-            product=product,
-        )
+        self.tape.operation(self.inside[-1], func, args, kwargs, out)
 
-    def attention(
-        self, inputs: Sequence[Tensor], out: Tensor, saves: int, *, causal: bool = False
-    ) -> None:
+    def attention(self, inputs: Sequence[Tensor], out: Tensor, saves: int) -> None:
         """Record a fused attention with output `out`, before which autograd had saved `saves`."""
-        if in_backward():
-            return
-        module, product = self.inside[-1], len(self.tape.products)
         query, key, value = inputs[:3]
-        self.tape.attention(module, (query, key, value), out, saves)
-        flops = attention_flops(query, key, value)
-        self.work.attention(inputs, out, module, flops, causal=causal, saves=saves, product=product)
-
-    def kernel(self, inputs: Sequence[Tensor], out: Tensor) -> None:
-        if not in_backward():
-            self.work.kernel(inputs, out, self.inside[-1], self.tape.saves)
+        self.tape.attention(self.inside[-1], (query, key, value), out, saves)
 
     def _begin(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         self.inside.append(name)
-        if not in_backward():
-            self.tape.take(name, tensors_in((args, kwargs)))
-        self.begun.append(len(self.calls))
-        outer = self.inside[-2]
-        values, recorded = self._values((args, kwargs), outer), torch.is_grad_enabled()
-        self.calls.append(Call(name, True, values, in_backward(), recorded))
-
-    def _receive(self, _: nn.Module, args: Any, kwargs: Any) -> None:
-        """The inputs after the module's own hooks, which may have changed them."""
-        call = self.begun[-1]
-        values = self._values((args, kwargs), self.inside[-1])
-        self.calls[call] = self.calls[call]._replace(values=values)
+        self.tape.take(name, tensors_in((args, kwargs)))
 
     def _end(self, name: str, _: nn.Module, __: Any, out: Any) -> None:
         self.inside.pop()
-        self.begun.pop()
-        self.given |= {id(x) for x in tensors_in(out)}
-        if not in_backward():
-            self.tape.give(name, tensors_in(out))
-        self.calls.append(Call(name, False, self._values(out, name), in_backward()))
-
-    def _values(self, inputs: Any, module: str) -> tuple[int, ...]:
-        return tuple(self._number(x, module) for x in tensors_in(inputs))
-
-    def _number(self, x: Tensor, module: str) -> int:
-        """The number of a value that `module` computed; an in-place change makes a new value."""
-        key = id(x), x._version
-        if key not in self.numbers:
-            number = self.numbers[key] = len(self.tensors)
-            self.tensors.append(x)
-            if x.requires_grad:
-                x.register_hook(partial(self._reached, number, module))
-        return self.numbers[key]
-
-    def _reached(self, number: int, module: str, _: Tensor) -> None:
-        """A gradient reaches a value that `module` computed: its backward pass follows."""
-        self.returned.add(number)
-        self.graded = module
+        self.tape.give(name, tensors_in(out))
 
 
 class PassRecorder(Protocol):
@@ -263,13 +133,8 @@ class PassRecorder(Protocol):
 
     def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None: ...
 
-    def attention(
-        self, inputs: Sequence[Tensor], out: Tensor, saves: int, /, *, causal: bool = False
-    ) -> None:
+    def attention(self, inputs: Sequence[Tensor], out: Tensor, saves: int, /) -> None:
         """A fused attention on the meta device of query, key, value and perhaps a mask."""
-
-    def kernel(self, inputs: Sequence[Tensor], out: Tensor, /) -> None:
-        """An element-wise function that one kernel computes (work.py)."""
 
 
 class ToMeta(TorchDispatchMode):
@@ -343,9 +208,6 @@ class AsOn(TorchFunctionMode):
             return self.device
         if func is not functional.scaled_dot_product_attention:
             found = work.fused_on(self.kernels, func, args, kwargs)
-            if found is not None and self.record is not None:
-                given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-                self.record.kernel(given, found)
             return func(*args, **kwargs) if found is None else found
         named = [kwargs[name] for name in ("query", "key", "value") if name in kwargs]
         inputs = [*args[:3], *named]
@@ -354,14 +216,14 @@ class AsOn(TorchFunctionMode):
         mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
         drops = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
         causal = args[5] if len(args) > 5 else kwargs.get("is_causal", False)
-        how = work.attention_on(self.kernels, inputs, mask, drops)
+        how = work.attention_on(self.kernels, inputs, mask, drops, causal=causal)
         if how is None:
             return func(*args, **kwargs)
         saves = 0 if self.record is None else self.record.tape.saves
         out = FusedAttention.apply(*inputs, mask, how)
         if self.record is not None:
             given = [*inputs, *([] if mask is None else [mask])]
-            self.record.attention(given, out, saves, causal=causal)
+            self.record.attention(given, out, saves)
         return out
 
 

@@ -41,8 +41,11 @@ class MetaResults:
 
 
 def _key_of(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if not _is_pure(func):
-        return None
+    return known_by(func, args, kwargs) if _is_pure(func) else None
+
+
+def known_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A key of the operation and its arguments' shapes; None if it depends on more."""
     try:
         return func, _key(args), _key(tuple(kwargs.items()))
     except TypeError:  # an argument that is not known by its value

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from shardwise.core.model_spec import Product, Taken, Tape
-from shardwise.observe.work import call_tensors
+from shardwise.observe.work import attention_flops, call_tensors
 from shardwise.techniques.recompute.kept import ATTENTION, is_kept, is_product
 
 
@@ -95,15 +95,6 @@ class TapeRecorder:
             self.storage_bytes.append(x.untyped_storage().nbytes())
             self.alive.append(x.detach())
         return self.numbers[key]
-
-
-def attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """The operations of a fused attention, whose query heads may share those of key and value."""
-
-    def shared(x: Tensor) -> tuple[int, ...]:
-        return (*x.shape[:-3], *query.shape[-3:-2], *x.shape[-2:])
-
-    return sdpa_flop_count(query.shape, shared(key), shared(value))
 
 
 def _storage(x: Tensor) -> int:

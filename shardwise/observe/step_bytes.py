@@ -24,6 +24,7 @@ from shardwise.core.tools.tree import leaves
 from shardwise.core.zero import ACTIVATIONS, OWNED
 from shardwise.engine import memory
 from shardwise.engine.engine import Engine
+from shardwise.observe.issues import Issues
 from shardwise.observe.work import call_tensors
 
 #: Memory without values is counted from the next operation on, when its owner has it.
@@ -78,12 +79,12 @@ class KeptBytes:
 class StepBytes(TorchDispatchMode):
     """The bytes of `engine` on its device while entered: `now`, and the most so far, `most`.
     `parts` has the most by category; looked for from `least` bytes on, which may be `most` of an
-    earlier step.
+    earlier step. `issues` gets each operation.
     """
 
-    def __init__(self, engine: Engine, least: int = 0) -> None:
+    def __init__(self, engine: Engine, least: int = 0, issues: Issues | None = None) -> None:
         super().__init__()
-        self.engine, self.least = engine, least
+        self.engine, self.least, self.issues = engine, least, issues
         self.now = self.most = 0
         self.parts = dict[str, int]()
         self.known: dict[int, tuple[ref[UntypedStorage], int]] = {}
@@ -109,6 +110,8 @@ class StepBytes(TorchDispatchMode):
                     self._made(x, args)
             if func._overloadpacket.__name__ not in UNWRITTEN:
                 self._look()
+            if self.issues is not None:
+                self.issues.operation(func, args, kwargs or {}, made)
         return made
 
     def _made(self, x: Tensor, args: Any) -> None:

@@ -1,5 +1,4 @@
-"""The recorder of a pass's operations, and what kernels save for the backward pass, on the meta
-device.
+"""The kernels of operations, and what they save for the backward pass, on the meta device.
 
 product        2 m n k of its dims                        all arguments, and the result
 attention      as torch counts, half of it if causal      query, key, value, output
@@ -26,9 +25,9 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from shardwise.core.model_spec import Operation
+from shardwise.prediction.time.issued import Operation
 
 #: Operations that read of their first argument only as much as they write.
 LOOKUPS: Final = ("embedding", "index", "index_select", "gather", "nll_loss_forward")
@@ -40,76 +39,48 @@ UNTOUCHED: Final = (
     "new_empty",
     "empty_strided",
     "detach",
-    "attention",
 )
-#: The five products of attention's backward pass, relative to the two of its forward pass.
-BACKWARD_PRODUCTS: Final = 2.5
+#: Fused attention: the places of the query and of `is_causal`, and the number of its products.
+FUSED: Final = {
+    "attention": (0, 8, 2),
+    "attention_backward": (2, 0, 5),
+    "_scaled_dot_product_flash_attention_for_cpu": (0, 4, 2),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (1, 7, 5),
+}
 
 
-class WorkRecorder:
-    """The operations so far, of the forward and of the backward pass."""
+def operation_of(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Operation | None:
+    """The kernel of an operation below autograd; None without elements."""
+    tensors, results = call_tensors((args, kwargs)), call_tensors(out)
+    if _name(func) in LOOKUPS:
+        tensors = [*tensors[1:], *results]
+    flops, causal = _flops(func, args, kwargs, out)
+    done = flops // 2 if causal else flops
+    moved_bytes = sum(map(_bytes, [*tensors, *results]))
+    return Operation(_dtype(tensors or results), flops, done, moved_bytes) if moved_bytes else None
 
-    def __init__(self) -> None:
-        self.operations: list[Operation] = []
 
-    def operation(
-        self,
-        func: Any,
-        arguments: tuple[Any, dict[str, Any]],
-        out: Any,
-        module: str,
-        *,
-        backward: bool,
-        saves: int = 0,
-        product: int = -1,
-    ) -> None:
-        """Record an operation below autograd, unless it moves nothing."""
-        if _moves_nothing(func):
-            return
-        args, kwargs = arguments
-        tensors, results = call_tensors(arguments), call_tensors(out)
-        if _name(func) in LOOKUPS:
-            tensors = [*tensors[1:], *results]
-        counts = flop_registry.get(_out_of_place(func))
-        flops = 0 if counts is None else counts(*args, **kwargs, out_val=out)
-        moved_bytes = sum(map(_bytes, [*tensors, *results]))
-        dtype = _dtype(tensors or results)
-        work = Operation(module, backward, dtype, flops, flops, moved_bytes, saves, product)
-        self.operations += [work] if moved_bytes else []
+def _flops(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> tuple[int, bool]:
+    """The operations of a product, and whether it is causal attention."""
+    if (place := FUSED.get(_name(func))) is not None:
+        first, causal, products = place
+        flops = round(products / 2 * attention_flops(*args[first : first + 3]))
+        return flops, bool(args[causal] if len(args) > causal else kwargs.get("is_causal"))
+    counts = flop_registry.get(_out_of_place(func))
+    return (0 if counts is None else counts(*args, **kwargs, out_val=out)), False
 
-    def attention(
-        self,
-        inputs: Sequence[Tensor],
-        out: Tensor,
-        module: str,
-        flops: int,
-        *,
-        causal: bool,
-        saves: int,
-        product: int,
-    ) -> None:
-        """Record a fused attention, and its backward pass if it has one."""
-        moved_bytes = sum(map(_bytes, (*inputs, out)))
-        done, dtype = flops // 2 if causal else flops, _dtype(inputs)
-        self.operations.append(
-            Operation(module, False, dtype, flops, done, moved_bytes, saves, product)
-        )
-        if out.requires_grad:
-            more, done = round(BACKWARD_PRODUCTS * flops), round(BACKWARD_PRODUCTS * done)
-            self.operations.append(Operation(module, True, dtype, more, done, 2 * moved_bytes))
 
-    def kernel(self, inputs: Sequence[Tensor], out: Tensor, module: str, saves: int) -> None:
-        """Record a fused element-wise kernel; its backward pass reads the gradient too."""
-        forward = sum(map(_bytes, (*inputs, out)))
-        operation = Operation(module, False, _dtype(inputs), 0, 0, forward, saves)
-        self.operations.append(operation)
-        if out.requires_grad:
-            more = forward + _bytes(out)
-            self.operations.append(operation._replace(backward=True, moved_bytes=more))
+def attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """The operations of a fused attention, whose query heads may share those of key and value."""
+
+    def shared(x: Tensor) -> tuple[int, ...]:
+        return (*x.shape[:-3], *query.shape[-3:-2], *x.shape[-2:])
+
+    return sdpa_flop_count(query.shape, shared(key), shared(value))
 
 
 @cache
-def _moves_nothing(func: Any) -> bool:
+def moves_nothing(func: Any) -> bool:
     returns = [each.alias_info for each in func._schema.returns]
     views = bool(returns) and all(each is not None and not each.is_write for each in returns)
     return views or _name(func) in UNTOUCHED
@@ -176,26 +147,48 @@ class Fused(NamedTuple):
     rows: int = 1
     seeds: int = 0
     drops: float = 0.0
+    causal: bool = False
 
 
+# Each is one operation, as a kernel is, for modes that look at operations.
 _LIBRARY: Final = torch.library.Library("shardwise", "DEF")
 _LIBRARY.define(
-    "attention(Tensor query, int width, ScalarType wide, int rows, int seeds, float drops) "
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? mask, ScalarType wide, int rows, "
+    "int seeds, float drops, bool causal) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "attention_backward(bool causal, Tensor grad, Tensor query, Tensor key, Tensor value) "
     "-> (Tensor, Tensor, Tensor)"
 )
-#: One operation, as a kernel is, for modes that keep what it makes.
-ATTENTION: Final[Any] = torch.ops.shardwise.attention.default
+_LIBRARY.define("norm(Tensor x, Tensor? weight, int dims, ScalarType wide) -> (Tensor, Tensor)")
+_LIBRARY.define("norm_backward(Tensor grad, Tensor x, Tensor? weight) -> (Tensor, Tensor)")
+_LIBRARY.define("dropout(Tensor x) -> (Tensor, Tensor)")
+_LIBRARY.define("dropout_backward(Tensor grad, Tensor mask, ScalarType dtype) -> Tensor")
+_OPS: Final[Any] = torch.ops.shardwise
+ATTENTION: Final[Any] = _OPS.attention.default
 
 
 @torch.library.impl(_LIBRARY, "attention", "Meta")
 def _attention(
-    query: Tensor, width: int, wide: torch.dtype, rows: int, seeds: int, _: float
+    query: Tensor,
+    _: Tensor,
+    value: Tensor,
+    __: Any,
+    wide: torch.dtype,
+    rows: int,
+    seeds: int,
+    *___: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The output, with the strides of the query; the sums of its rows; the seeds of dropout."""
-    out = torch.empty_like(query[..., :1].expand(*query.shape[:-1], width))
+    out = torch.empty_like(query[..., :1].expand(*query.shape[:-1], value.shape[-1]))
     *outer, positions = query.shape[:-1]
     sums = query.new_empty((*outer, -(-positions // rows) * rows), dtype=wide)
     return out, sums, query.new_empty(seeds, dtype=torch.int64)
+
+
+@torch.library.impl(_LIBRARY, "attention_backward", "Meta")
+def _attention_backward(_: bool, __: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(map(torch.empty_like, inputs))
 
 
 class FusedAttention(torch.autograd.Function):
@@ -206,16 +199,30 @@ class FusedAttention(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, how: "Fused"
     ) -> Tensor:
         """Query [B, H, T, E], key, value [B, H or fewer, S, E]; a truth mask as numbers."""
+        ctx.causal = how.causal
         wide = torch.promote_types(query.dtype, torch.float32)
-        out, sums, seeds = ATTENTION(query, value.shape[-1], wide, *how)
-        masks = [] if mask is None else [mask.to(query.dtype) if mask.dtype == torch.bool else mask]
+        if mask is not None and mask.dtype == torch.bool:
+            mask = mask.to(query.dtype)
+        out, sums, seeds = ATTENTION(query, key, value, mask, wide, *how)
+        masks = [] if mask is None else [mask]
         ctx.save_for_backward(query, key, value, *masks, out, sums, *([seeds] if how.seeds else []))
         return out
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        found = (torch.empty_like(x, device="meta") for x in ctx.saved_tensors[:3])
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        found = _OPS.attention_backward(ctx.causal, grad, *ctx.saved_tensors[:3])
         return *found, None, None
+
+
+@torch.library.impl(_LIBRARY, "norm", "Meta")
+def _norm(x: Tensor, _: Tensor | None, dims: int, wide: torch.dtype) -> tuple[Tensor, Tensor]:
+    norms = x.new_empty((*x.shape[:-dims], *(1,) * dims), dtype=wide)
+    return torch.empty_like(x), norms
+
+
+@torch.library.impl(_LIBRARY, "norm_backward", "Meta")
+def _norm_backward(_: Tensor, x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(0) if weight is None else torch.empty_like(weight)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -224,15 +231,26 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dims: int, weight: Tensor | None) -> Tensor:
         """Of `x`, whose last `dims` dims are normalised; no values."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        norms = x.new_empty((*x.shape[:-dims], *(1,) * dims), dtype=wide, device="meta")
+        out, norms = _OPS.norm(x, weight, dims, torch.promote_types(x.dtype, torch.float32))
         ctx.save_for_backward(x, norms, *([] if weight is None else [weight]))
-        return torch.empty_like(x, device="meta")
+        return out
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        found: list[Tensor] = [torch.empty_like(x, device="meta") for x in ctx.saved_tensors]
-        return found[0], None, found[2] if len(found) > 2 else None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, _, *weights = ctx.saved_tensors
+        weight = weights[0] if weights else None
+        of_x, of_weight = _OPS.norm_backward(grad, x, weight)
+        return of_x, None, None if weight is None else of_weight
+
+
+@torch.library.impl(_LIBRARY, "dropout", "Meta")
+def _dropped(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(x.shape, dtype=torch.bool)
+
+
+@torch.library.impl(_LIBRARY, "dropout_backward", "Meta")
+def _dropout_backward(grad: Tensor, _: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(grad, dtype=dtype)
 
 
 class _Dropout(torch.autograd.Function):
@@ -241,12 +259,13 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.dtype = x.dtype
-        ctx.save_for_backward(x.new_empty(x.shape, dtype=torch.bool, device="meta"))
-        return torch.empty_like(x, device="meta")
+        out, mask = _OPS.dropout(x)
+        ctx.save_for_backward(mask)
+        return out
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Tensor:
-        return torch.empty_like(ctx.saved_tensors[0], dtype=ctx.dtype, device="meta")
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _OPS.dropout_backward(grad, *ctx.saved_tensors, ctx.dtype)
 
 
 def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, _: Any = None) -> Any:
@@ -277,15 +296,20 @@ def fused_on(kernels: Kernels, func: Any, args: Any, kwargs: Any) -> Tensor | No
 
 
 def attention_on(
-    kernels: Kernels, inputs: Sequence[Tensor], mask: Tensor | None, drops: float
+    kernels: Kernels,
+    inputs: Sequence[Tensor],
+    mask: Tensor | None,
+    drops: float,
+    *,
+    causal: bool,
 ) -> Fused | None:
     """The fused kernel that computes attention of query, key and value; None if none does."""
     query, key, _ = inputs
     if mask is not None and mask.requires_grad:
         return None
     if kernels == "cpu":
-        return None if drops else Fused()
+        return None if drops else Fused(causal=causal)
     if query.dtype in (torch.float16, torch.bfloat16) and mask is None:
-        return Fused(seeds=2, drops=drops)
+        return Fused(seeds=2, drops=drops, causal=causal)
     grouped = query.shape[-3] != key.shape[-3]
-    return None if grouped or query.dtype == torch.float64 else Fused(32, 2, drops)
+    return None if grouped or query.dtype == torch.float64 else Fused(32, 2, drops, causal)

@@ -1,15 +1,14 @@
 """The memory and the bytes sent of one rank of a plan, computed before any rank starts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.core.model_spec import ModelShape, ModelSpec
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tally import Key, Tally, by_kind, sent_bytes
 from shardwise.core.zero import Tier, by_tier
-from shardwise.prediction.rank_shape import added_flops_on, shape_on
+from shardwise.prediction.time.issued import Issued, Operation
 
 if TYPE_CHECKING:
     from shardwise.prediction.cluster import Cluster
@@ -20,50 +19,63 @@ if TYPE_CHECKING:
 class DryStep:
     """A step, as a dry run of the engine finds it.
 
-    sent              what it sends, by axis, kind and phase; `middle`: in `number` microbatches
+    sent              what it sends, by axis, kind and phase
     memory            the bytes that rest after it, by tier and category
     device            the most bytes on the device, and `parts` by category at that moment
     activations       the most that autograd keeps there at once, host_activations in host memory
     fetched           the most of these that are back on the device at once
+    issued            by `few`, the plan perhaps with fewer equal microbatches, in order
+    recomputed        the kinds of recomputed modules, by name
+    trained           the trained parameters of each unit of the rank
+    stages            the parameters of each stage of a pipeline
+    note              what depends on the values of the batch
     """
 
     sent: Mapping[Key, Tally]
-    middle: Mapping[Key, Tally]
-    number: int
     memory: Mapping[Tier, Mapping[str, int]]
     device: int
     parts: Mapping[str, int]
     activations: int
     host_activations: int
     fetched: int
+    few: Plan
+    issued: Sequence[Issued] = ()
+    recomputed: Mapping[str, str] = field(default_factory=dict[str, str])
+    trained: Sequence[int] = ()
+    stages: Sequence[int] = ()
+    note: str = ""
 
 
 @dataclass(frozen=True)
 class Prediction:
     """The memory and the traffic of one rank of a plan.
 
-    model   the rank's part of `spec`, the full model
     norm    gradients are clipped by their norm
-    notes   name results that depend on the values of the batch
-    dry     makes the step of a plan and a rank for the same model and batch
+    tokens  of a step, over all ranks; 0 if the model reads no text
+    told    notes on the results
+    dry     makes the step of a plan and a rank for the same model and batch; with brief=True of
+            microbatches that show what actions issue, and no more
     """
 
     plan: Plan
     rank: int
-    model: ModelShape
-    spec: ModelSpec
     norm: bool = False
-    notes: tuple[str, ...] = ()
-    dry: Callable[[Plan, int], DryStep] | None = field(default=None, compare=False, repr=False)
+    tokens: int = 0
+    told: tuple[str, ...] = ()
+    dry: Callable[..., DryStep] | None = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the model that a dry run has."""
         return vars(self) | {"dry": None}
 
     def on(self, rank: int, plan: Plan | None = None) -> "Prediction":
-        """The prediction for a rank with the same place on the tensor axis, or another offload."""
-        plan = self.plan if plan is None else plan
-        return replace(self, plan=plan, rank=rank, model=shape_on(self.spec, plan, rank))
+        """The prediction for another rank, or with another offload."""
+        return replace(self, plan=self.plan if plan is None else plan, rank=rank)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the results depend on."""
+        return tuple(filter(None, (self.dry_step.note, *self.told)))
 
     @property
     def world(self) -> int:
@@ -71,19 +83,30 @@ class Prediction:
 
     @property
     def recomputed(self) -> Mapping[str, str]:
-        return self.spec.recomputed
+        return self.dry_step.recomputed
 
     @property
     def recomputed_flops(self) -> int:
         """The operations that recomputation adds to a step, for microbatches of one size."""
-        return added_flops_on(self.spec, self.plan, self.rank)
+        step = self.dry_step
+        own = (each for each in step.issued if isinstance(each, Operation))
+        again = sum(each.flops for each in own if each.again)
+        return again * self.plan.microbatches // step.few.microbatches
 
     @property
     def dry_step(self) -> DryStep:
         """A step of a dry run, which is made when it is first read."""
+        return self._dry(self.plan, self.rank)
+
+    def brief_step(self, rank: int) -> DryStep:
+        """What the actions of a rank of the pipeline issue."""
+        return self.dry_step if rank == self.rank else self._dry(self.plan, rank, brief=True)
+
+    @property
+    def _dry(self) -> Callable[..., DryStep]:
         if self.dry is None:
             raise ValueError("a prediction from another process has no model to run")
-        return self.dry(self.plan, self.rank)
+        return self.dry
 
     @property
     def activations(self) -> int:
@@ -144,18 +167,17 @@ class Prediction:
         """Messages of `bytes`, by axis and kind; one for each move of a unit or an activation."""
         return by_kind({key: tally.calls for key, tally in self.dry_step.sent.items()})
 
-    def step_time(self, cluster: "Cluster | str | Path", *, prefetch: int = 1) -> "StepTime":
+    def step_time(self, cluster: "Cluster | str | Path") -> "StepTime":
         """The seconds of a step on a cluster: a `Cluster`, the name of a preset, or a file.
-
-        `prefetch` is the option of `parallelize`. Raises InputError for a wrong cluster.
+        Raises InputError for a wrong cluster.
         """
         from shardwise.prediction.time.step_time import step_time
 
-        return step_time(self, cluster, prefetch)
+        return step_time(self, cluster)
 
     def message_seconds(self, cluster: "Cluster") -> dict[str, float]:
         """The seconds of `bytes` if none overlap, by axis and kind; copies between tiers apart."""
-        from shardwise.prediction.time.step_time import Network
+        from shardwise.prediction.time.network import Network
 
         every = Network(cluster, self.plan, self.rank).seconds_by_kind(self.dry_step.sent)
         return {f"{axis} {kind}": seconds for (axis, kind), seconds in every.items()}

@@ -12,7 +12,6 @@ from shardwise.core.layouts.flatten import ALIGN_BYTES, Box1, boxes, flatten
 from shardwise.core.layouts.layout import I, P, Placement, R, S, price
 from shardwise.core.layouts.uneven import Lengths
 from shardwise.core.mesh import AXES, Mesh
-from shardwise.core.model_spec import ELEMENT_BYTES
 
 # --- placements and moves -------------------------------------------------------------------------
 
@@ -183,13 +182,3 @@ def test_the_size_of_a_shard_tells_the_length(ranks: int, lengths: list[int]):
     assert all(size * ranks >= whole for whole, size in sizes.items())
     assert {known.full(size): size for size in sizes.values()} == sizes
     assert all(known.shard(whole) == size for whole, size in sizes.items())
-
-
-# --- parameters -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ELEMENT_BYTES)
-def test_element_bytes_are_torchs(name: str):
-    """The table of element sizes agrees with torch."""
-    torch = pytest.importorskip("torch")
-    assert getattr(torch, name).itemsize == ELEMENT_BYTES[name]

@@ -16,14 +16,14 @@ from shardwise.comm.tiers import disk_bandwidth
 from shardwise.comm.world import Axis, World, alone
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
-from shardwise.core.model_spec import Operation
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tally import Key, Tally
 from shardwise.doctor import collectives, device_speed
 from shardwise.doctor.collectives import COLLECTIVES, Timing, fit
 from shardwise.doctor.device_speed import DeviceSpeed
 from shardwise.doctor.diagnosis import Diagnosis, RankDiagnosis, look, measured_cluster
-from shardwise.prediction.time.step_time import Network, operation_s
+from shardwise.prediction.time.issued import Operation
+from shardwise.prediction.time.network import Network, operation_s
 from tests.pool import run_gloo, run_threads
 from tests.train.runs import ended, printed
 
@@ -159,7 +159,7 @@ def test_a_measured_cluster_gives_its_measurements_back(four: Diagnosis):
     assert found.flops_per_s("fp32", 1e6) == 5e9 and found.flops_per_s("fp32") == 9e10
     assert found.flops_per_s("fp32", 5.05e7) == pytest.approx(4.75e10, rel=0.01)
     assert found.bytes_per_s == 3e10 and found.disk is not None
-    product = Operation("", False, "float32", 10**8, 10**8, 0)
+    product = Operation("float32", 10**8, 10**8, 0)
     assert operation_s(product, found) == pytest.approx(1e8 / 9e10 + 6e-6)
     with pytest.raises(InputError, match="plan of 8 ranks, with a cluster that was measured on 4"):
         Network(found, Plan.parse("dp8"), 0)

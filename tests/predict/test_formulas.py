@@ -29,6 +29,7 @@ from shardwise.observe.dry_engine import DryRun
 from shardwise.observe.dry_twin import DryTwin
 from shardwise.observe.measured_timeline import predict_events
 from shardwise.observe.meter import Meter
+from shardwise.techniques.expert.apply import layers_of
 from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.techniques.expert.gate import GATES
 from shardwise.verify.oracles.textbook import Uses, exchanged
@@ -288,7 +289,7 @@ def test_tokens_that_stay_on_their_rank_send_nothing():
     uses = Uses(moe.model("topk"))
 
     def sent_with(*choices: tuple[int, ...]) -> int:
-        loads = Loads((tokens, tokens), dict.fromkeys(found.spec.expert_layers, choices))
+        loads = Loads((tokens, tokens), dict.fromkeys(layers_of(moe.model("topk")), choices))
         return exchanged(engine, uses, (loads,), trains=True)
 
     assert sent_with(own, other) == 0

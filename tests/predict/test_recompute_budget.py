@@ -16,7 +16,7 @@ from shardwise.models.gpt import random_text
 from shardwise.models.trainable import fill
 from shardwise.observe.meter import Meter
 from shardwise.techniques.recompute.apply import KEPT, Recomputation
-from shardwise.techniques.recompute.price_budget import BlockCost, cheapest
+from shardwise.techniques.recompute.price import BlockCost, cheapest
 from tests.pool import run_threads
 
 BLOCKS, LAYERS = 12, 6

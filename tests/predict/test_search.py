@@ -163,7 +163,7 @@ def test_offload_is_tried_where_nothing_else_fits() -> None:
         assert cluster.host_link is not None
         copies_s = copied / (cluster.host_link.bytes_per_s * cluster.derating.links)
         found_s = own.step_time(cluster)
-        assert copied and found_s.exposed_s["tier"] == pytest.approx(copies_s)
+        assert copied and 0 < found_s.exposed_s["tier"] <= copies_s * (1 + 1e-9)
         assert each.seconds == found_s.seconds
 
 
@@ -223,7 +223,7 @@ def cuts(stages: int) -> Iterator[tuple[int, ...]]:
     [
         ("pp2 dp1 1f1b:4 bf16", 4096, False),
         ("pp2 dp1 interleaved:4x2 bf16", 4096, False),
-        ("pp3 dp1 zb-h1:6 recompute:full bf16", 4096, True),
+        ("pp3 dp1 zb-h1:6 recompute:full bf16", 4096, False),
         ("pp3 dp1 zb-h1:6 recompute:full bf16", 512, True),
     ],
 )

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from threading import Lock
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 from weakref import WeakValueDictionary, finalize
 
 import torch
@@ -85,6 +85,7 @@ class Tiers:
         self._sweep_at = _SWEEP_AT
         # how many storages have become memory of the host or a disk, and changes of size
         self.owned = self.resized = 0
+        self.issue: Any = None  # is told of each copy while a step is recorded (comm/fake.py)
         self._lock = Lock()  # a thread that updates owns states that it makes
         self._streams: dict[Tier, torch.cuda.Stream] = {}
 
@@ -238,6 +239,10 @@ def begin_copy(
 
 def _copy(x: Tensor, tiers: Tiers, dst: Tier, out: Tensor) -> Pending[Tensor]:
     if not tiers.accelerated:
+        if tiers.issue is not None:
+            way = between("host" if dst == "device" else "device", dst)
+            arriving = tiers.issue(TIER, way, x.nbytes, lambda: out.copy_(x))
+            return Pending([arriving.wait, lambda: out])
         out.copy_(x)
         return Pending([lambda: out])
     over = tiers._copy_beside(out, x, dst)

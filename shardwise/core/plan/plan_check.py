@@ -9,7 +9,7 @@ from shardwise.core.mesh import PIPELINE
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_parser import TECHNIQUES
 from shardwise.core.schedule.library import build
-from shardwise.core.schedule.lower import lower
+from shardwise.core.schedule.lower import lower, most_alive
 from shardwise.core.schedule.schedule import Schedule
 
 __all__ = ["Problem", "problems", "require"]
@@ -58,6 +58,12 @@ def schedule_of(plan: Plan) -> Schedule | None:
 @lru_cache(maxsize=32)  # a prediction asks for it some twenty times, a search for many
 def _lowered(word: str, ranks: int) -> Schedule:
     return lower(build(word, ranks))
+
+
+def moments(plan: Plan, place: int) -> list[dict[int, int]]:
+    """Microbatches that each stage keeps, at moments when the pipeline rank may keep most bytes."""
+    schedule = schedule_of(plan)
+    return [{0: 1}] if schedule is None else most_alive(schedule, place)
 
 
 # --- plans of single layers -----------------------------------------------------------------------

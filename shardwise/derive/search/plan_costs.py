@@ -19,15 +19,16 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from shardwise.core.errors import InputError
 from shardwise.core.layouts.uneven import Counts
 from shardwise.core.mesh import PIPELINE, TENSOR
-from shardwise.core.model_spec import Operation
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.words import size_text
 from shardwise.core.schedule.library import allowed, entry
 from shardwise.derive.search.result import Candidate, RankedPlan, RefusedPlan
-from shardwise.engine.model_structure import state_tensors
+from shardwise.engine.plain_pass import state_tensors
 from shardwise.prediction.cluster import Cluster
 from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.time.step_time import Network, RankWork, StepTime, precision
+from shardwise.prediction.time.issued import Operation
+from shardwise.prediction.time.network import Network, precision
+from shardwise.prediction.time.step_time import StepTime
 
 if TYPE_CHECKING:
     from shardwise.derive.plan_search import SearchedModel
@@ -328,11 +329,14 @@ class PlanCosts:
         """The costs of a recorded row, without weights, launches and latencies that rows share."""
         fast = {name: getattr(self.cluster, name) for name in ("inside", "between")}
         fast = {name: link.model_copy(update={"latency_s": 0.0}) for name, link in fast.items()}
-        work = RankWork(found, self.cluster.model_copy(update=fast))
-        moves_s = sum(sum(axes.values()) for axes in work.inline.values())
-        numel = sum(p.numel for p in found.spec.shape.params if p.trainable)
-        kept_bytes = found.activations if kept else 0
-        return RowCosts(self._growing_s(work.operations), moves_s, kept_bytes, numel)
+        network = Network(self.cluster.model_copy(update=fast), found.plan, found.rank)
+        step = found.dry_step
+        sent = {key: n for key, n in step.sent.items() if key.phase in ("forward", "backward")}
+        moves_s = sum(network.seconds(sent).values())
+        operations = [each for each in step.issued if isinstance(each, Operation)]
+        kept_bytes, numel = found.activations if kept else 0, sum(step.trained)
+        numel *= found.plan.mesh.size_of(TENSOR)
+        return RowCosts(self._growing_s(operations), moves_s, kept_bytes, numel)
 
     def _growing_s(self, operations: Sequence[Operation]) -> float:
         products = [each for each in operations if each.done_flops]

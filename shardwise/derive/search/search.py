@@ -44,8 +44,7 @@ from shardwise.derive.search.result import (
     offloaded,
 )
 from shardwise.prediction.cluster import Cluster
-from shardwise.prediction.time.staged import hop_s, stage_kernels
-from shardwise.prediction.time.step_time import RankWork
+from shardwise.prediction.time.step_time import stage_times
 
 if TYPE_CHECKING:
     from shardwise.derive.plan_search import SearchedModel
@@ -167,9 +166,11 @@ def with_uneven_stages(candidate: Candidate, model: "SearchedModel", cluster: Cl
     deep = model.blocks is not None and model.blocks.number == pieces
     few = min(pieces, FEW) if deep else pieces  # of equal blocks all but the first and the last
     axes = tuple((axis, few if axis == PIPELINE else size) for axis, size in plan.axes)
-    finest = replace(plan, axes=axes, schedule="1f1b:1", stages=None, row="ddp", offload=None)
-    work = RankWork(model.of(finest, rows, depth=few if few < pieces else None), cluster)
-    hop, seconds = hop_s(work), stage_kernels(work).seconds
+    halves = any(action.op == "I" for action in schedule.actions(0))
+    how = "zb-h1:1" if halves else "1f1b:1"
+    finest = replace(plan, axes=axes, schedule=how, stages=None, row="ddp", offload=None)
+    found = stage_times(model.of(finest, rows, depth=few if few < pieces else None), cluster)
+    hop, seconds = found.hop_s, found.costs(range(few))
     times = [1, pieces - 2, 1] if few < pieces else [1] * pieces
     of_block = {
         op: [s for s, n in zip(own, times, strict=True) for _ in range(n)]
@@ -181,7 +182,7 @@ def with_uneven_stages(candidate: Candidate, model: "SearchedModel", cluster: Cl
         found = {op: tuple(sum(own[a:b]) for a, b in places) for op, own in of_block.items()}
         return clock(schedule, ActionCosts(**found, hop=hop)).makespan
 
-    weights = [forward + back for forward, back in zip(of_block["F"], of_block["B"], strict=True)]
+    weights = [sum(own) for own in zip(*of_block.values(), strict=True)]
     counts = tuple(b - a for a, b in pairwise((0, *balanced(weights, stages), pieces)))
     if stages <= MOST_TRIED:
         counts = _moved(counts, makespan_s)

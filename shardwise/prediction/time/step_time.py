@@ -1,63 +1,35 @@
-"""The seconds of a step: kernels on the roofline, collectives on links, and what of them overlaps.
+"""The seconds of a step: what a rank issues (issued.py), played on its streams (streams.py).
 
-    compute    kernels of the recorded pass, recomputation included
-    exposed    by axis, the time for which the compute stream waits for collectives (streams.py)
-    bubble     in a pipeline, the time for which the rank waits for other stages (staged.py)
+    compute    kernels of the passes, recomputation included
+    exposed    by axis, the time for which the compute stream waits for messages and copies
+    bubble     in a pipeline, the time for which the rank waits for other stages
     update     gradients and states are read, states and weights written, at memory bandwidth
 
-Collectives within layers (tensor, expert and context parallelism) are exposed: the sum of an input
-gradient, which overlaps with weight gradients in a run, is not credited.  Microbatches have the
-shapes of the first, experts an even load.
-
-Collectives take the latency of their hops, and bytes over bandwidth:
-
-    tp8 in hosts of 8      1 host,  8 ranks in it     NVLink
-    dp8 of dp8 tp8         8 hosts, 1 rank in each    one network link
-    dp64                   8 hosts, 8 ranks in each   rings enter a host by all of its 8 links
-
-    ring          all_gather, reduce_scatter, broadcast       n - 1 hops
-    tree          all_reduce between hosts                    2 log2(hosts) hops, a ring's bytes
-    pairs         all_to_all, send                            one hop; bytes by where the peers are
-
-The bytes are those that the ledger counts (core/layouts/layout.py).  A measured cluster has a
-latency and a rate of each collective relative to these.
-
-Operations take as long as the device's roofline says; on a device that is not asynchronous, a
-processor, the launch is added:
-
-product        max(FLOPs / peak of its precision, bytes / memory bandwidth, launch)
-others         max(bytes / memory bandwidth, launch)
+Microbatches have the shapes of the first, experts an even load. A dry run has few of equal
+microbatches: those in the middle of a step repeat. In a pipeline the clock of the schedule has the
+mean seconds of each action of each stage; ranks whose stages have equally many parameters, neither
+the first nor the last, are alike, and one of them is run. A message to another stage overlaps with
+computation, and takes a hop. All ranks meet at the end, so a rank idles until the schedule's last
+action, while its sums go on.
 """
 
-import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardwise.core.layouts.layout import Move, P, R, price
-from shardwise.core.mesh import CONTEXT, EXPERTS, PIPELINE, TENSOR
-from shardwise.core.model_spec import Operation
-from shardwise.core.plan.plan import Plan
+from shardwise.core.mesh import PIPELINE
 from shardwise.core.plan.plan_check import schedule_of
-from shardwise.core.tally import TIER, Key, Tally
-from shardwise.core.zero import Moment, RowMove
+from shardwise.core.schedule.clock import ActionCosts, clock
+from shardwise.core.schedule.schedule import OPS, Schedule
 from shardwise.prediction.cluster import Cluster, cluster_of
-from shardwise.prediction.flat_groups import Group
-from shardwise.prediction.rank_shape import places
-from shardwise.prediction.time.streams import Streams, TimedActs, UnitSeconds
-from shardwise.prediction.unit_acts import UnitActs, by_unit, order_on
-from shardwise.techniques.context.price import ring_operations
-from shardwise.techniques.recompute.price import added_operations
+from shardwise.prediction.time.issued import Begun, Issued
+from shardwise.prediction.time.network import PRECISIONS, Network
+from shardwise.prediction.time.streams import Span, message_s, spans
 
 if TYPE_CHECKING:
     from shardwise.prediction.prediction import Prediction
-
-PHASES: Final = ("forward", "backward")
-#: The axes of messages within layers.
-INSIDE: Final = (TENSOR, CONTEXT, EXPERTS)
 
 
 @dataclass(frozen=True)
@@ -65,7 +37,8 @@ class StepTime:
     """The seconds of a step of a rank, and their parts.
 
     tokens       of a step, over all ranks; 0 if the model reads no text
-    flops        of the rank in a step as torch counts them, recomputation apart
+    flops        of a rank in a step as torch counts them, recomputation apart; in a pipeline the
+                 mean of its ranks
     peak_flops   a second, of the device, in the precision of most of them
     unmodelled   the parts of the plan whose time is missing
     """
@@ -99,33 +72,33 @@ class StepTime:
         return {"step_s": self.seconds, **parts, **more, "unmodelled": list(self.unmodelled)}
 
 
-def step_time(found: "Prediction", cluster: Cluster | str | Path, ahead: int = 1) -> StepTime:
-    """The time of a step after the first; `ahead` is the option `prefetch`.
+def step_time(found: "Prediction", cluster: Cluster | str | Path) -> StepTime:
+    """The time of a step after the first.
     Raises InputError for a wrong cluster, or one without the peak of a precision.
     """
-    from shardwise.prediction.time.staged import staged_streams
-
     cluster = cluster if isinstance(cluster, Cluster) else cluster_of(cluster)
-    work = RankWork(found, cluster)
-    if found.plan.pipeline is None:
-        streams, bubble_s = unstaged_streams(work, ahead), 0.0
+    schedule, bubble_s = schedule_of(found.plan), 0.0
+    if schedule is None:
+        own = every = _unstaged(found, cluster)
     else:
-        streams, bubble_s = staged_streams(work, ahead)
-    streams.exchange(work.after())
-    streams.exchange({"tier": _copies_s(found, cluster)})
-    kind, flops, run = _most_flops(work), sum(each.flops for each in work.recorded), found.spec.run
-    inputs = [run.values[n] for n in run.calls[0].values] if run.calls else []
-    texts = (x.shape for x in inputs if len(x.shape) == 2 and x.dtype.startswith("int"))
-    rows, positions = next(texts, (0, 0))
-    stages = found.plan.mesh.size_of(PIPELINE)
+        own, every, bubble_s = _staged(found, cluster, schedule)
+    exposed_s, flops = defaultdict[str, float](float), defaultdict[str, float](float)
+    for times, span in own:
+        for axis, seconds in span.exposed_s.items():
+            exposed_s[axis] += times * seconds
+    for times, span in every:
+        for dtype, n in span.flops.items():
+            flops[dtype] += times * n
+    most = max(flops, key=lambda name: flops[name], default="")
+    peak = cluster.device.peak_flops[PRECISIONS.get(most, most)] if flops.get(most) else 1.0
     return StepTime(
-        compute_s=streams.compute_s,
-        exposed_s={axis: s for axis, s in sorted(streams.exposed_s.items()) if s},
+        compute_s=sum(times * span.compute_s for times, span in own),
+        exposed_s={axis: s for axis, s in sorted(exposed_s.items()) if s},
         bubble_s=bubble_s,
         update_s=update_s(found, cluster),
-        tokens=rows * positions * found.plan.microbatches * found.plan.data_size,
-        flops=flops * found.plan.microbatches / stages,
-        peak_flops=cluster.device.peak_flops[kind] if kind else 1.0,
+        tokens=found.tokens,
+        flops=sum(flops.values()) / found.plan.mesh.size_of(PIPELINE),
+        peak_flops=peak,
         unmodelled=unmodelled(found),
     )
 
@@ -135,134 +108,8 @@ def unmodelled(found: "Prediction") -> tuple[str, ...]:
     schedule = schedule_of(found.plan)
     words = dict.fromkeys([found.plan.pipeline or ""] if schedule and schedule.update else [])
     for plan in found.plan.of_all_layers:
-        on_disk = "@disk" in (plan.offload or "")
-        words[f"offload:{plan.offload}" if on_disk else ""] = None
-        words[f"activations:{plan.activations}" if plan.activations else ""] = None
-        on_host = (plan.recompute or "").endswith("-host")
-        words[f"recompute:{plan.recompute}" if on_host else ""] = None
+        words[f"offload:{plan.offload}" if "@disk" in (plan.offload or "") else ""] = None
     return tuple(filter(None, words))
-
-
-class RankWork:
-    """What a rank does in a step, in seconds: by unit, by stage, and at the end."""
-
-    def __init__(self, found: "Prediction", cluster: Cluster) -> None:
-        self.found, self.cluster = found, cluster
-        self.network = Network(cluster, found.plan, found.rank)
-        self.recorded = found.spec.run.tape.operations
-        added = added_operations(found.spec.run.tape, found.spec.recomputed)
-        merged = ring_operations(found.spec, found.plan, found.rank)
-        self.operations: list[Operation] = [*self.recorded, *added, *merged]
-        self.inline = self._inline()
-
-    @cached_property
-    def groups(self) -> list[list[Group]]:
-        stored = {own[0].unit.name: own for own in by_unit(self.found.plan, self.found.model)}
-        return [stored.get(unit.name, []) for unit in self.found.spec.shape.units]
-
-    @property
-    def compute_s(self) -> float:
-        return sum(operation_s(each, self.cluster) for each in self.operations)
-
-    def units(self) -> list[UnitSeconds]:
-        """The seconds of each unit in one microbatch."""
-        compute = seconds_by(self.operations, self.cluster, places(self.found.spec))
-        whole = {phase: sum(compute[phase].values()) or 1.0 for phase in PHASES}
-        return [
-            UnitSeconds(
-                {phase: compute[phase][n] for phase in PHASES},
-                {
-                    phase: {
-                        axis: seconds * compute[phase][n] / whole[phase]
-                        for axis, seconds in self.inline[phase].items()
-                    }
-                    for phase in PHASES
-                },
-                self.moves(n, lambda group: group.moves.at(Moment.USE)),
-                self.sums(n),
-            )
-            for n in range(len(self.groups))
-        ]
-
-    def sums(self, unit: int) -> tuple[dict[str, float], dict[str, float]]:
-        """The seconds of the first sum of a unit's gradient, and of the others."""
-        first = self.moves(unit, lambda group: group.moves.sums[:1])
-        later = self._carried(unit, lambda group: group.moves.sums[1:])
-        place = self.found.plan.coordinate(self.found.rank)
-        for group in (each for each in self.groups[unit] if each.trained):
-            for axis, on in group.layout.axes:
-                ranks = len(on.group(place.get(axis, 0)))
-                move = price(P, R, group.flat.share, ranks)
-                _count(later, axis, move, group.element_bytes)
-        return first, self.network.seconds(later)
-
-    def moves(self, unit: int, of: Callable[[Group], Iterable[RowMove]]) -> dict[str, float]:
-        return self.network.seconds(self._carried(unit, of))
-
-    def _carried(self, unit: int, of: Callable[[Group], Iterable[RowMove]]) -> dict[Key, Tally]:
-        """What moves of a unit's groups between ranks send."""
-        found, plan = dict[Key, Tally](), self.found.plan
-        for group in self.groups[unit]:
-            for move in (each for each in of(group) if not each.between_tiers):
-                shard, replicate = group.layout.shard, group.layout.replicate
-                axis = shard if move.axis == "shard" else replicate
-                numel = group.flat.share if move.block else group.flat.padded
-                step = price(move.src, move.dst, numel, plan.size_of(axis))
-                _count(found, axis, step, group.element_bytes)
-        return found
-
-    def after(self) -> dict[str, float]:
-        """The seconds of moves between steps: the consensus, buffers, and updated weights."""
-        sent = self.found.dry_step.sent.items()
-        between = {
-            key: tally
-            for key, tally in sent
-            if (key.phase in ("check", "update") or key.kind == "broadcast")
-            and key.axis not in (PIPELINE, TIER)
-        }
-        return self.network.seconds(between)
-
-    def _inline(self) -> dict[str, dict[str, float]]:
-        """The seconds of messages within layers in a microbatch, by phase and axis."""
-        dry = self.found.dry_step
-        inside = {
-            key: tally
-            for key, tally in dry.middle.items()
-            if key.axis.partition(".")[0] in INSIDE or key.axis.startswith("rows")
-        }
-        found = dict[str, dict[str, float]]()
-        for phase in PHASES:
-            own = self.network.seconds({k: t for k, t in inside.items() if k.phase == phase})
-            found[phase] = {axis: seconds / dry.number for axis, seconds in own.items()}
-        return found
-
-
-def _count(found: dict[Key, Tally], axis: str, move: Move, element_bytes: int) -> None:
-    if sent := round(move.sent) * element_bytes:
-        key = Key(axis, move.what, "")
-        found[key] = found.get(key, Tally()) + Tally(calls=1, sent_bytes=sent)
-
-
-def unstaged_streams(work: RankWork, ahead: int) -> Streams:
-    """The streams of a step without a pipeline; the pass before it learns the order of units."""
-    found = work.found
-    every = by_unit(found.plan, found.model)
-    acts = UnitActs(order_on(found.plan, every, found.spec.modules, found.rank, ahead))
-    timed = TimedActs(acts, work.units(), work.cluster.device.overlap)
-    for _ in range(2):
-        timed.restart()
-        for microbatch in range(found.plan.microbatches):
-            acts.microbatch(found.spec, sync=microbatch == found.plan.microbatches - 1)
-        for act in acts.order.arrivals():
-            acts.do([act])
-    return timed.streams
-
-
-def _copies_s(found: "Prediction", cluster: Cluster) -> float:
-    """The seconds of copies to and from host memory, taken not to overlap."""
-    copied = sum(n for line, n in found.sent().items() if line.axis == TIER)
-    link, derating = cluster.host_link, cluster.derating
-    return copied / (link.bytes_per_s * derating.links if link else cluster.bytes_per_s / 2)
 
 
 def update_s(found: "Prediction", cluster: Cluster) -> float:
@@ -273,112 +120,104 @@ def update_s(found: "Prediction", cluster: Cluster) -> float:
     return (reads + written) / cluster.bytes_per_s + cluster.device.step_s
 
 
-def _most_flops(work: RankWork) -> str:
-    found = Counter[str]()
-    for each in work.recorded:
-        found[precision(each)] += each.flops
-    return max(found, key=lambda name: found[name], default="") if any(found.values()) else ""
+#: Spans, each with how often it is in a step.
+Spans = list[tuple[int, Span]]
 
 
-# --- seconds of collectives -----------------------------------------------------------------------
+def _unstaged(found: "Prediction", cluster: Cluster) -> Spans:
+    """The spans of a step without a pipeline; one microbatch in the middle stands for more."""
+    step, network = found.dry_step, Network(cluster, found.plan, found.rank)
+    few, more = step.few.microbatches, found.plan.microbatches - step.few.microbatches
+    return [
+        (1 + more * (span.action is not None and span.action.microbatch == few // 2), span)
+        for span in spans(step.issued, network)
+    ]
 
 
-class AxisHosts(NamedTuple):
-    """The hosts that the ranks of an axis are on, and how many each has at least."""
-
-    ranks: int
-    hosts: int
-    local: int
+# --- pipelines ------------------------------------------------------------------------------------
 
 
-class Network:
-    """The links between the ranks of a plan's axes through `rank`."""
+class StageTimes(NamedTuple):
+    """The mean spans of the actions of a pipeline, by op and stage; the seconds of a message."""
 
-    def __init__(self, cluster: Cluster, plan: Plan, rank: int) -> None:
-        cluster.require_hosts(plan.size)
-        self.cluster, self.plan, self.rank = cluster, plan, rank
-        self.hosts = cache(self._hosts)
+    means: Mapping[tuple[str, int], Span]
+    hop_s: float
 
-    def seconds(self, sent: Mapping[Key, Tally]) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for (axis, _), seconds in self.seconds_by_kind(sent).items():
-            found[axis] = found.get(axis, 0.0) + seconds
-        return found
+    def costs(self, stages: Iterable[int]) -> dict[str, tuple[float, ...]]:
+        """The seconds of each kind of action, by stage; of B only if it is not I and W."""
+        every = [*stages]
+        found = {op: tuple(self._seconds(op, stage) for stage in every) for op in OPS}
+        return {op: s for op, s in found.items() if op != "FREE" and (op != "B" or any(s))}
 
-    def seconds_by_kind(self, sent: Mapping[Key, Tally]) -> dict[tuple[str, str], float]:
-        """The seconds of messages of each axis and kind; none of copies between tiers."""
-        found: dict[tuple[str, str], float] = {}
-        for (axis, kind, _), tally in sent.items():
-            if axis == TIER:
-                continue
-            relative = self.cluster.collective(kind)
-            latency_s = tally.calls * relative.latency * self.latency_s(axis, kind)
-            time_s = latency_s + tally.sent_bytes / (relative.rate * self.rate(axis, kind))
-            found[axis, kind] = found.get((axis, kind), 0.0) + time_s
-        return found
-
-    def latency_s(self, axis: str, kind: str) -> float:
-        """The time of a message without bytes."""
-        on, inside, between = self.hosts(axis), self.cluster.inside, self.cluster.between
-        if kind in ("all_to_all", "send"):
-            return between.latency_s if on.hosts > 1 else inside.latency_s
-        if kind == "all_reduce":
-            levels = math.ceil(math.log2(on.hosts))
-            return 2 * ((on.local - 1) * inside.latency_s + levels * between.latency_s)
-        return (on.local - 1) * inside.latency_s + (on.hosts - 1) * between.latency_s
-
-    def rate(self, axis: str, kind: str) -> float:
-        """The bytes that a rank sends in a second."""
-        on, part = self.hosts(axis), self.cluster.derating.links
-        inside, between = self.cluster.inside.bytes_per_s, self.cluster.between.bytes_per_s
-        if on.hosts == 1:
-            rate = inside
-        elif kind == "all_to_all":
-            rate = between * (on.ranks - 1) / (on.ranks - on.local)
-        elif kind == "send":
-            rate = between
-        else:
-            rate = min(inside, on.local * between)
-        return part * rate * (on.ranks - 1 if kind == "broadcast" else 1)
-
-    def _hosts(self, axis: str) -> AxisHosts:
-        name, _, number = axis.partition(".")
-        plan = self.plan.of_layers(int(number)) if number else self.plan
-        ranks = plan.size_of(name)
-        mesh_axis = plan.inner_data_axis if name in ("ep", "edp") else name
-        names = [each for each, _ in plan.mesh.axes]
-        inner = names[names.index(mesh_axis) + 1 :] if mesh_axis in names else []
-        stride = math.prod(map(plan.mesh.size_of, inner)) * (plan.ep if name == "edp" else 1)
-        first = self.rank - stride * plan.coordinate(self.rank).get(name, 0)
-        hosts = [(first + k * stride) // self.cluster.devices_per_host for k in range(ranks)]
-        count = len(set(hosts))
-        return AxisHosts(ranks, count, max(1, ranks // count))
+    def _seconds(self, op: str, stage: int) -> float:
+        span = self.means.get((op, stage))
+        return 0.0 if span is None else span.seconds
 
 
-# --- seconds of operations ------------------------------------------------------------------------
+def stage_times(found: "Prediction", cluster: Cluster) -> StageTimes:
+    """The times of all stages of a pipeline."""
+    schedule = schedule_of(found.plan)
+    assert schedule is not None
+    line, sizes = found.plan.mesh.line(PIPELINE, found.rank), found.dry_step.stages
+    like = dict[object, int]()
+    means, hop_s = dict[tuple[str, int], Span](), 0.0
+    known = dict[int, Mapping[tuple[str, int], Span]]()
+    ends, here = (line[0], line[-1]), line.index(found.rank)
+    for place in (here, *(n for n in range(len(line)) if n != here)):
+        rank, own = line[place], schedule.stages(place)
+        key = rank if rank in ends else tuple(sizes[stage] for stage in own)
+        if key not in like:
+            like[key] = place
+            issued = found.brief_step(rank).issued
+            network = Network(cluster, found.plan, rank)
+            known[place] = _means(spans(issued, network))
+            hop_s = max(hop_s, _hop_s(issued, network))
+        twin = like[key]
+        stages = dict(zip(schedule.stages(twin), own, strict=True))
+        means |= {(op, stages[stage]): span for (op, stage), span in known[twin].items()}
+    return StageTimes(means, hop_s)
 
-K = TypeVar("K")
-#: The words of plans and clusters for torch's types; the others compute no products.
-PRECISIONS: Final = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+def _means(every: Iterable[Span]) -> dict[tuple[str, int], Span]:
+    by_action = defaultdict[tuple[str, int], list[Span]](list)
+    for span in every:
+        if span.action is not None:
+            by_action[span.action[:2]].append(span)
+    return {key: _mean(of) for key, of in by_action.items()}
 
 
-def operation_s(operation: Operation, cluster: Cluster) -> float:
-    work_s, launch_s = operation.moved_bytes / cluster.bytes_per_s, cluster.device.launch_s
-    if flops := operation.done_flops:
-        work_s = max(work_s, flops / cluster.flops_per_s(precision(operation), flops))
-    return max(work_s, launch_s) if cluster.device.asynchronous else work_s + launch_s
+def _mean(of: Sequence[Span]) -> Span:
+    def mean(numbers: Callable[[Span], Mapping[str, float]]) -> dict[str, float]:
+        names = dict.fromkeys(name for span in of for name in numbers(span))
+        return {name: sum(numbers(span).get(name, 0) for span in of) / len(of) for name in names}
+
+    compute_s = sum(span.compute_s for span in of) / len(of)
+    return Span(None, compute_s, mean(lambda x: x.exposed_s), mean(lambda x: x.flops))
 
 
-def precision(operation: Operation) -> str:
-    return PRECISIONS.get(operation.dtype, operation.dtype)
+def _hop_s(issued: Sequence[Issued], network: Network) -> float:
+    """The seconds of the largest message of a rank to another stage."""
+    sent = (each for each in issued if isinstance(each, Begun))
+    own = (each for each in sent if each.key[:2] == (PIPELINE, "send"))
+    most = max(own, key=lambda each: each.sent_bytes, default=None)
+    return 0.0 if most is None else message_s(network, most.key, most.sent_bytes)
 
 
-def seconds_by(
-    operations: Iterable[Operation], cluster: Cluster, key: Callable[[str], K]
-) -> dict[str, defaultdict[K, float]]:
-    """The seconds "forward" and "backward", by the `key` of each operation's module."""
-    found = {phase: defaultdict[K, float](float) for phase in ("forward", "backward")}
-    for each in operations:
-        phase = "backward" if each.backward else "forward"
-        found[phase][key(each.module)] += operation_s(each, cluster)
-    return found
+def _staged(
+    found: "Prediction", cluster: Cluster, schedule: Schedule
+) -> tuple[Spans, Spans, float]:
+    """The spans of the rank, those of all ranks of its pipeline, and the seconds of its bubble."""
+    here = found.plan.mesh.coordinate(found.rank).get(PIPELINE, 0)
+    times, runs = stage_times(found, cluster), found.plan.accumulate
+    costs = ActionCosts(**times.costs(range(len(schedule.home))), hop=times.hop_s)
+    timeline = clock(schedule, costs)
+    every = Counter(span.action[:2] for row in timeline.spans for span in row)
+    own = Counter(span.action[:2] for span in timeline.spans[here])
+    means = times.means
+    mine = [(runs * n, means[key]) for key, n in own.items() if key in means]
+    idle_s = timeline.makespan - timeline.spans[here][-1].end
+    network = Network(cluster, found.plan, found.rank)
+    *_, rest = spans(found.dry_step.issued, network, idle_s)
+    bubble_s = runs * timeline.makespan - sum(n * span.seconds for n, span in mine)
+    whole = [(runs * n, means[key]) for key, n in every.items() if key in means]
+    return [*mine, (1, rest)], [*whole, (1, rest)], bubble_s

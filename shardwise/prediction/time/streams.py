@@ -1,36 +1,26 @@
-"""The streams of a rank: one computes, and one for each axis sends; and a unit's acts on them.
+"""The streams of a rank: one computes, and one for each axis sends.
 
-    compute   use 0 . use 1 . use 2          an act that waits moves `now` to the arrival
-    dp        gather 0 | gather 1 | gather 2     an act that begins a move does not
+    compute   kernel . kernel . kernel .      a wait moves `now` to the arrival
+    dp        gather 0 | gather 1 | reduce 1      what begins a move does not
 
-Hooks do the same acts in a run (core/unit_order.py).  So what overlaps with computation is
-what the machine lets overlap; the rest is exposed. If messages take a part of the device's own
-time, as between processes on processors, that part is exposed when the move begins.
+They play what a dry run recorded (issued.py), so what overlaps with computation is what the engine
+lets overlap; the rest is exposed. Copies between tiers have a stream for each direction. If
+messages take a part of the device's own time, as between processes on processors, that part is
+exposed when the move begins.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from shardwise.core.reduce_order import Act
-from shardwise.prediction.unit_acts import FREES, GATHERS, UnitActs
+from shardwise.core.mesh import PIPELINE
+from shardwise.core.schedule.schedule import Action
+from shardwise.core.tally import TIER, Key, Tally
+from shardwise.prediction.time.issued import Begun, Issued, Operation, Waited
+from shardwise.prediction.time.network import Network, operation_s
 
 #: Seconds by axis.
 AxisSeconds = Mapping[str, float]
-
-
-class UnitSeconds(NamedTuple):
-    """The seconds of a unit: its kernels, its collectives within them, and its own moves.
-
-    inline    by phase and axis: of layers, which wait for their results
-    gather    of its parameters, before a use
-    sums      the first sum of its gradient, and later ones on other axes
-    """
-
-    compute: Mapping[str, float]
-    inline: Mapping[str, AxisSeconds]
-    gather: AxisSeconds
-    sums: tuple[AxisSeconds, AxisSeconds]
 
 
 class Streams:
@@ -41,16 +31,10 @@ class Streams:
         self.now = self.compute_s = 0.0
         self.busy_until: dict[str, float] = {}
         self.exposed_s = defaultdict[str, float](float)
-        self.waited_s = defaultdict[str, float](float)  # the part for moves that had begun before
 
     def compute(self, seconds: float) -> None:
         self.now += seconds
         self.compute_s += seconds
-
-    def exchange(self, moves: AxisSeconds) -> None:
-        for axis, seconds in moves.items():
-            self.now += seconds
-            self.exposed_s[axis] += seconds
 
     def begin(self, moves: AxisSeconds) -> dict[str, float]:
         """Begin moves; returns the end on each axis."""
@@ -64,43 +48,65 @@ class Streams:
 
     def wait(self, ends: Mapping[str, float]) -> None:
         for axis, end in ends.items():
-            waits_s = max(0.0, end - self.now)
-            self.exposed_s[axis] += waits_s
-            self.waited_s[axis] += waits_s
+            self.exposed_s[axis] += max(0.0, end - self.now)
             self.now = max(self.now, end)
 
 
-class TimedActs:
-    """Does the acts of `acts` on streams of its own, from when it is made."""
+class Span(NamedTuple):
+    """What a rank spends until an action is over, or, without one, until the step ends.
 
-    def __init__(self, acts: UnitActs, units: Sequence[UnitSeconds], overlap: float) -> None:
-        self.acts, self.units, self.overlap = acts, units, overlap
-        self.restart()
-        self.arrivals = dict[int, Mapping[str, float]]()  # of gathered units
-        self.sums = dict[int, Mapping[str, float]]()
-        acts.acted, acts.used = self.act, self.use
+    exposed_s   by axis, the time for which it waits
+    flops       by precision as torch names it, recomputation apart
+    """
 
-    def restart(self) -> None:
-        self.streams = Streams(self.overlap)
+    action: Action | None
+    compute_s: float
+    exposed_s: AxisSeconds
+    flops: Mapping[str, float]
 
-    def use(self, unit: int) -> None:
-        own, phase = self.units[unit], self.acts.phase
-        self.streams.compute(own.compute[phase])
-        self.streams.exchange(own.inline[phase])
+    @property
+    def seconds(self) -> float:
+        return self.compute_s + sum(self.exposed_s.values())
 
-    def act(self, act: Act) -> None:
-        """Begin a move, or wait for one."""
-        kind, unit = act
-        if kind in GATHERS:
-            if unit not in self.arrivals:
-                self.arrivals[unit] = self.streams.begin(self.units[unit].gather)
-            self.streams.wait(self.arrivals[unit] if kind != "gather" else {})
-        elif kind in FREES:
-            self.arrivals.pop(unit, None)
-        elif kind == "reduce":
-            self.sums[unit] = self.streams.begin(self.units[unit].sums[0])
-        elif kind in ("reduced", "replicate", "arrive"):
-            self.streams.wait(self.sums.get(unit, {}))
-            further = self.units[unit].sums[1]
-            again: AxisSeconds = further if kind == "replicate" else {}
-            self.sums[unit] = self.streams.begin(again)
+
+def spans(issued: Sequence[Issued], network: Network, idle_s: float = 0.0) -> Iterator[Span]:
+    """Play what a rank issues, without messages to other stages; it idles after the last action."""
+    cluster = network.cluster
+    kernel_s = dict[Operation, float]()
+    streams, ends = Streams(cluster.device.overlap), dict[int, dict[str, float]]()
+    flops, compute_s, exposed_s = defaultdict[str, float](float), 0.0, dict[str, float]()
+    left = sum(isinstance(each, Action) for each in issued)
+
+    def over(action: Action | None) -> Span:
+        waited = defaultdict[str, float](float)
+        for axis, seconds in streams.exposed_s.items():
+            waited[axis.partition(" ")[0]] += seconds - exposed_s.get(axis, 0.0)
+        return Span(action, streams.compute_s - compute_s, waited, dict(flops))
+
+    for each in issued:
+        match each:
+            case Operation():
+                if each not in kernel_s:
+                    kernel_s[each] = operation_s(each, cluster)
+                streams.compute(kernel_s[each])
+                flops[each.dtype] += 0 if each.again else each.flops
+            case Begun(number, key, sent_bytes):
+                if key[:2] != (PIPELINE, "send"):
+                    axis = f"{TIER} {key.kind}" if key.axis == TIER else key.axis
+                    ends[number] = streams.begin({axis: message_s(network, key, sent_bytes)})
+            case Waited(number):
+                streams.wait(ends.pop(number, {}))
+            case _:
+                yield over(each)
+                flops, compute_s = defaultdict[str, float](float), streams.compute_s
+                exposed_s, left = dict(streams.exposed_s), left - 1
+                streams.now += 0.0 if left else idle_s
+    yield over(None)
+
+
+def message_s(network: Network, key: Key, sent_bytes: int) -> float:
+    """The seconds of a message, or of a copy between tiers."""
+    if key.axis == TIER:
+        return sent_bytes / network.tier_rate
+    one = Tally(calls=1, sent_bytes=sent_bytes)
+    return sum(network.seconds({Key(key.axis, key.kind, ""): one}).values())

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from shardwise.core.plan.plan import Plan
 from shardwise.techniques.context.attention import attention, require_heads
 from shardwise.techniques.context.cut_batch import Sequences, cut_batch, length_of
 from shardwise.techniques.context.operations import OwnPositions
-from shardwise.techniques.context.positions import AttentionCall, cut_of
+from shardwise.techniques.context.positions import cut_of
 
 if TYPE_CHECKING:
     from shardwise.engine.options import Build
@@ -177,27 +176,12 @@ class RecordedPositions:
         return [part for part, _ in self.of]
 
     @contextmanager
-    def around(
-        self, model: nn.Module, record: Callable[[Any], None] = lambda _: None
-    ) -> Iterator[None]:
-        """Record what is sent while `model` computes this rank's positions."""
+    def around(self, model: nn.Module) -> Iterator[None]:
+        """Inside, `model` computes this rank's positions."""
         if self.plan.cp == 1:
             yield
             return
-        inside = [""]
-        attend = partial(self._attend, inside, record)
-
-        def begin(name: str, *_: Any) -> None:
-            inside.append(name)
-
-        def end(*_: Any) -> None:
-            inside.pop()
-
-        handles: list[Any] = []
-        for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(partial(begin, name)))
-            handles.append(module.register_forward_hook(end))
-        self.mode = OwnPositions(attend, lambda x: x)
+        self.mode = OwnPositions(self._attend, lambda x: x)
         self.mode.of_model(model)
         self.mode.parts = [of for _, of in self.of]
         self.mode.own_mean = self.tokens and not self.shifts
@@ -206,13 +190,9 @@ class RecordedPositions:
                 yield
         finally:
             self.mode = None
-            for handle in handles:
-                handle.remove()
 
     def _attend(
         self,
-        inside: Sequence[str],
-        record: Callable[[Any], None],
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -223,11 +203,9 @@ class RecordedPositions:
         scale: float | None,
         dropout_p: float,
     ) -> Tensor:
-        rows, heads, _, width = q.shape
+        heads = q.shape[1]
         ranks = self.plan.context.ulysses if self.plan.context else 1
         require_heads(heads, k.shape[1], ranks, f"cp{self.plan.cp}")
-        sizes = rows, heads, k.shape[1], width, q.element_size()
-        record(AttentionCall(inside[-1], of.cut, *sizes, torch.is_grad_enabled()))
         if ranks > 1:  # what an all-to-all gives: one storage
             longer = 0, 0, 0, sum(of.cut.blocks(self.rank // ranks)) - of.numel
             parts = [x[:, : max(1, x.shape[1] // ranks)] for x in (q, k, v)]

@@ -13,12 +13,11 @@
 With zigzag every rank has an early and a late chunk, so in causal attention all ranks compute
 equally many scores (Brandon et al., "Striped Attention", arXiv 2311.09431, states the imbalance of
 blocks; Megatron-LM has these chunks). Two ranks differ by at most one position; a chunk may be
-empty. This file imports no torch: prices read it.
+empty.
 """
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 
 from shardwise.core.layouts.uneven import Cut, Range, even
 from shardwise.techniques.context.word import ContextWord
@@ -86,16 +85,3 @@ def visible(cut: SequenceCut, rank: int, source: int) -> tuple[int, int]:
     first = sum(stop - start for start, stop in mine if start < theirs[0][1])
     stop = sum(stop - start for start, stop in theirs if stop <= mine[-1][0])
     return first, stop
-
-
-class AttentionCall(NamedTuple):
-    """An attention of `rows` sequences in the module `layer`. `trained`: it has a backward pass."""
-
-    layer: str
-    cut: SequenceCut
-    rows: int
-    heads: int
-    key_heads: int
-    width: int
-    element_bytes: int
-    trained: bool

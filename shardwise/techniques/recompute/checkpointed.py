@@ -19,8 +19,9 @@ computes the same as the first:
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from contextvars import ContextVar
 from functools import partial
-from typing import Any, Self
+from typing import Any, Final, Self
 from weakref import WeakSet
 
 import torch
@@ -41,6 +42,12 @@ from shardwise.techniques.recompute.kept import Generators, Inputs, KeptProducts
 
 Keep = Callable[[Tensor], Tensor]
 FULL, SELECTIVE, PARTITIONED, NONE = "full", "selective", "partitioned", "none"
+_AGAIN: Final = ContextVar("again", default=False)
+
+
+def computes_again() -> bool:
+    """Whether this thread is in the second forward of a module."""
+    return _AGAIN.get()
 
 
 def recompute(
@@ -169,6 +176,7 @@ class _Again:
 
     def __enter__(self) -> Self:
         first, self.entered = self.first, ExitStack()
+        self.entered.callback(_AGAIN.reset, _AGAIN.set(True))
         active = _get_current_function_mode_stack()
         for mode in [mode for mode in first.modes if mode not in active]:
             _push_mode(mode)  # `with mode` may change more: torch.device sets its own state

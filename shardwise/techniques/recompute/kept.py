@@ -132,7 +132,7 @@ def is_kept(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> bool:
         a, b = (args[place] for place in _OF_ACTIVATIONS[func])
         return out.numel() <= a.numel() + b.numel()
     if func in ATTENTION or func._schema.name == _ON_META:
-        place = ATTENTION.get(func, 5)
+        place = ATTENTION.get(func, 7)
         rate = args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)
         return rate == 0  # otherwise its draws would be missing from the recomputation
     return True
