@@ -37,11 +37,11 @@ FOREIGN = {
     "tensor": 29,
     "expert": 22,
     "pipeline": 15,
-    "recompute": 11,
+    "recompute": 10,
     "layers": 6,
     "offload": 4,
     "tile": 5,
-    "context": 6,
+    "context": 5,
     "replicas": 2,
 }
 #: Folders that import engine/ and are imported by it.

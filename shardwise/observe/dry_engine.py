@@ -45,7 +45,6 @@ from shardwise.observe.meta_pass import UNKNOWN, AsOn, ToMeta, meta_copy, value_
 from shardwise.observe.step_bytes import KeptBytes, StepBytes
 from shardwise.observe.work import Kernels, in_backward
 from shardwise.prediction.prediction import DryStep
-from shardwise.techniques.data.flat.flat_parameter import Flat
 
 #: The totals of lines of the ledger.
 Tallies = dict[Key, Tally]
@@ -220,7 +219,10 @@ class DryRun:
             few=engine.plan,
             issued=tuple(issues.found),
             recomputed=dict(engine.recompute.kinds),
-            trained=tuple(sum(map(numel_of, unit.trained)) for unit in units),
+            trained=tuple(
+                sum(shape.numel() for flat in unit.trained for shape in flat.shapes)
+                for unit in units
+            ),
             stages=self.stages,
         )
 
@@ -255,10 +257,6 @@ class DryRun:
             engine.step(batch)
         engine.wait()
         return shares
-
-
-def numel_of(flat: Flat) -> int:
-    return sum(shape.numel() for shape in flat.shapes)
 
 
 @cache

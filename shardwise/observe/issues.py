@@ -32,6 +32,7 @@ class Issues:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
+        """Inside, messages and copies are recorded; operations by who sees them (step_bytes.py)."""
         world = self.engine.world
         links = world.links.root
         assert isinstance(links, FakeLinks)
