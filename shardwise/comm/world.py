@@ -22,7 +22,14 @@ from shardwise.comm.ledger import Ledger
 from shardwise.comm.start.connect import meet
 from shardwise.comm.start.excepthook import install_excepthook
 from shardwise.comm.start.peers import watch_peers
-from shardwise.comm.start.rendezvous import Limits, Start, environment, local_rank, read_limits
+from shardwise.comm.start.rendezvous import (
+    Limits,
+    Start,
+    environment,
+    local_rank,
+    read_limits,
+    require_interfaces,
+)
 from shardwise.comm.tiers.arena import Arenas
 from shardwise.comm.tiers.host_memory import keep_freed_memory
 from shardwise.comm.tiers.tiers import Tiers
@@ -310,6 +317,7 @@ def init(device: str | None = None, *, shared_memory: bool | None = None) -> Wor
             "world.close() as the program's last line",
         )
     limits = read_limits()
+    require_interfaces()
     store = _begin(start, where, limits)
     links = TorchLinks(ours=True, device_type=where.type, shared_memory=shared_memory)
     TorchLinks.of_process = links

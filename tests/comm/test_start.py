@@ -21,7 +21,15 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from shardwise.comm.start import connect
 from shardwise.comm.start.connect import meet
-from shardwise.comm.start.rendezvous import Limits, Start, environment, first_host, local_rank
+from shardwise.comm.start.rendezvous import (
+    Limits,
+    Start,
+    environment,
+    first_host,
+    local_rank,
+    require_interfaces,
+    require_loopback,
+)
 from shardwise.core.errors import InputError
 from tests.comm.hosts import HOSTS, joined_hosts, set_link
 from tests.programs import Program, run_program, start_program
@@ -150,6 +158,16 @@ def test_a_port_in_use_is_told():
         port = listening.getsockname()[1]
         with pytest.raises(InputError, match=f"MASTER_PORT={port}: .*uses the port"):
             meet(start(0, port), Limits(start_s=1))
+
+
+def test_a_host_without_the_named_or_any_network_is_told(monkeypatch: pytest.MonkeyPatch):
+    """An interface that it does not have, and no way from a process to another."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nope")
+    with pytest.raises(InputError, match="no interface nope on .*interfaces of this host: lo"):
+        require_interfaces()
+    monkeypatch.setattr(socket, "create_connection", lambda *_: socket.socket().connect(("", 1)))
+    with pytest.raises(InputError, match="ip link set lo up"):
+        require_loopback()
 
 
 def test_each_meeting_at_an_agents_store_is_of_its_own(monkeypatch: pytest.MonkeyPatch):

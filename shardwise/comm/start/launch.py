@@ -35,6 +35,7 @@ from shardwise.comm.start.rendezvous import (
     LAUNCHER,
     read_limits,
     require_local,
+    require_loopback,
 )
 from shardwise.comm.start.worker import SIGNALS, StopSignal, Work, run, run_command
 from shardwise.core.errors import InputError, RankError, bad
@@ -128,6 +129,9 @@ def launch(argv: Sequence[str], nproc: int, module: str = "shardwise.cli.main") 
         if not any(each.rank == 0 and each.code == first.code for each in failures):
             print(first.output or f"rank {first.rank} failed: {first.text}", file=sys.stderr)
         return first.code
+    if first.input_error:  # of a script
+        print(first.input_error, file=sys.stderr)
+        return 2
     print(RankError(first.rank, described(failures, first)), file=sys.stderr)
     return 1
 
@@ -150,6 +154,8 @@ def require_ranks(ranks: int, device: str | None) -> None:
             f"ranks={gpus}, or {on_cpu}" if gpus else on_cpu,
         )
     require_local(ranks)
+    if ranks > 1:
+        require_loopback()
     read_limits()
 
 
