@@ -21,6 +21,7 @@ from shardwise.observe.dry_twin import ALONE, DryTwin
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.expert.apply import ExpertLayout
 from shardwise.verify.costs import Costs
+from shardwise.verify.oracles.batches import Division
 from shardwise.verify.oracles.textbook import Uses
 from tests.engine.cases import (
     CONFIG,
@@ -140,8 +141,9 @@ def train(world: World, task: Task, case: Case, share_of: Callable[..., Any] = m
     with ALONE:
         uses = uses_of(task)
     for step in range(case.steps):
-        own = share_of(engine, task.batch(step))
-        theory = dry.step(engine, own)
+        whole = task.batch(step)
+        own = share_of(engine, whole)
+        theory = dry.step(engine, own, Division.of(engine).counts(whole))
         held.step(engine, own)
         held.costs = held.costs.after(engine, theory, uses, loads[step])
         held.memory = resting(engine), dry.memory()

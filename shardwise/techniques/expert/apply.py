@@ -211,7 +211,7 @@ def lay_out(model: nn.Module, world: World, plan: Plan, count: Count | None = No
     layout = ExpertLayout(axis, shard, replicate, bool(layers or layouts))
     layout.count = count
     layout.pass_records.extend(layer.pass_records for layer in layers.values())
-    batch = GlobalBatch((data[1], data[0]))
+    batch = GlobalBatch((data[1], data[0]), world.counts)
     first = batch.rank - axis.rank
     for name, layer in layers.items():
         peers = tuple(range(first, first + n))

@@ -14,7 +14,7 @@ unknown, the loads are those that the global batch states beforehand, or even.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from shardwise.comm.move import all_gather, move
 from shardwise.comm.world import Axis
 from shardwise.core.layouts.layout import P, R
+from shardwise.core.layouts.uneven import Counts
 
 
 def phase() -> str:
@@ -33,9 +34,12 @@ def phase() -> str:
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """The data axes, outermost first; none: this process has the whole batch."""
+    """The data axes, outermost first; none: this process has the whole batch.
+    On the meta device `counts` has the rows of all data ranks, in each microbatch.
+    """
 
     axes: tuple[Axis, ...] = ()
+    counts: Sequence[Counts] = field(default=(), compare=False)
 
     @property
     def ranks(self) -> int:
@@ -60,6 +64,16 @@ class GlobalBatch:
         for axis in reversed(self.axes):
             x = torch.stack(all_gather(x, axis))
         return x.reshape(self.ranks, *x.shape[len(self.axes) :])
+
+    def assumed(self, tokens: int) -> tuple[int, ...]:
+        """The tokens of all data ranks, where this one has so many and nobody answers: in
+        proportion to their rows, or as many if its own microbatches differ.
+        """
+        known = [rows for rows in self.counts if len(rows) == self.ranks and rows[self.rank]]
+        if len({rows[self.rank] for rows in known}) != 1:
+            return (tokens,) * self.ranks
+        rows = max(known, key=max)
+        return tuple(tokens * n // rows[self.rank] for n in rows)
 
     def sizes(self, rows: int, device: torch.device) -> list[int]:
         return (
@@ -200,7 +214,7 @@ def gather_facts(logits_NE: Tensor, batch: GlobalBatch) -> RoutingFacts:
     """The facts of all data ranks. One all-gather of FACT_COUNT numbers."""
     if logits_NE.is_meta:
         batch.gather(logits_NE.new_empty(FACT_COUNT, dtype=torch.int64))
-        return RoutingFacts((len(logits_NE),) * batch.ranks, (True,) * batch.ranks)
+        return RoutingFacts(batch.assumed(len(logits_NE)), (True,) * batch.ranks)
     return RoutingFacts.of(batch.gather(pack_facts(logits_NE)).cpu())
 
 
