@@ -56,6 +56,10 @@ class Asked(BaseException):
         self.answer = answer
 
 
+class Unanswered(Exception):  # noqa: N818
+    """In a dry run, the rank that has the tensor of a read does not answer."""
+
+
 @dataclass
 class Ran:
     """The result of a stage: the contiguous tensors for later stages; of the last, `call`'s."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.move import begin_receive, begin_send, broadcast_object
 from shardwise.comm.unchanged import kept_buffers
-from shardwise.techniques.pipeline.stage import Asked
+from shardwise.techniques.pipeline.stage import Asked, Unanswered
 from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.stage_module import Staging
 from shardwise.techniques.pipeline.stage_work import Microbatch
@@ -41,6 +41,8 @@ class ActivationProbe:
         """The answer to the last event of `trace`, on every rank; all ranks of the axis call it."""
         schedule, axis = self.staging.schedule, self.staging.axis
         last, answer = len(trace.written) - 1, None
+        if schedule.home[last] != axis.rank and not axis.transport.answered:
+            raise Unanswered
         passed: list[Tensor] = []
         with torch.no_grad(), kept_buffers(self.staging.stages.layers.model):
             for stage in range(last + 1):

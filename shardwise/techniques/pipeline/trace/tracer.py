@@ -14,7 +14,7 @@ A write to a value creates a new value with the same name.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, Final
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from shardwise.comm.move import require_no_transform
 from shardwise.core.errors import InputError, bad
 from shardwise.core.tools.tree import leaves, mapped
-from shardwise.techniques.pipeline.stage import UNKNOWN
+from shardwise.techniques.pipeline.stage import UNKNOWN, Unanswered
 from shardwise.techniques.pipeline.stage_io import ForwardStep, Spec, StageTrace, crossing, maker
 from shardwise.techniques.pipeline.trace.answers import ASKED, READS, answers, by_numbers, masks
 from shardwise.techniques.pipeline.trace.interceptor import Seen, line, name_of
@@ -132,8 +132,9 @@ class Tracer:
         try:
             out = act(*args, **kwargs)
         except (RuntimeError, TypeError) as error:
-            if name_of(func) in ASKED and self.ask is not None:
-                return self._read_value(func, inputs, metas, self.ask)
+            with suppress(Unanswered):
+                if name_of(func) in ASKED and self.ask is not None:
+                    return self._read_value(func, inputs, metas, self.ask)
             if name_of(func) in READS or "meta" in str(error).lower():
                 raise self._unknown(func, inputs) from error
             raise
