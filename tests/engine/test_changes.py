@@ -407,12 +407,12 @@ def test_a_loss_may_freeze_a_part():
     equals_one(run_threads, task, Case("dp2 zero3 fp64", **SGD))
 
 
-#: How a program writes to weights between two steps; also to parameters that it has kept.
 WRITES: dict[str, Callable[[Any], object]] = {
     "by name": lambda m: [x.weight.data.mul_(0.9) for x in m.modules() if hasattr(x, "bias")],
     "by a state": lambda m: m.load_state_dict({n: x / 9 for n, x in m.state_dict().items()}),
     "by a plain state": lambda m: m.load_state_dict(make("stack").double().state_dict()),
     "in a loop": lambda model: [p.data.clamp_(-0.1, 0.1) for p in model.parameters()],
+    "frozen": lambda m: [p.requires_grad_(not p.requires_grad) for p in m.blocks[0].parameters()],
     "kept": lambda m: [
         p.detach().mul_(0.9) for x in m.modules() for p in dict.values(x._parameters)
     ],
@@ -420,13 +420,13 @@ WRITES: dict[str, Callable[[Any], object]] = {
 
 
 def writing(world: World, plan: str, how: str) -> dict[str, Tensor]:
-    """The state after two steps, each followed by a write."""
+    """The state after three steps, each followed by a write."""
     model, batch = make("stack").double(), rows(0, world.rank % 2)
     if plan:
         engine = sw.parallelize(model, plan, world, optimizer=sw.SGD(lr=0.1), loss=squares)
     else:
         model = sw.FSDP(model, world=world)
-    for _ in range(2):
+    for _ in range(3):
         if plan:
             engine.step(batch)
         else:

@@ -126,7 +126,7 @@ def _asked(rule: Callable[[str, nn.Module], bool]) -> Callable[[str, nn.Module],
     """The user's function, with checks of its arguments and of its result, a bool."""
     allowed = "a function of a module's full name and the module that returns True or False"
     try:
-        inspect.signature(rule).bind("name", "module")
+        inspect.signature(getattr(rule, "forward", rule)).bind("name", "module")
     except TypeError as error:
         raise bad(f"units={_shown(rule)}, which fails ({error})", allowed, _INSTEAD) from None
 

@@ -298,7 +298,9 @@ class Stage:
                 x = self.received[number] if number in self.received else self.own[number]
                 x = x.view_as(x)
             if torch.is_grad_enabled() and x.requires_grad != spec.requires_grad:
-                raise self._other_way(f"requires_grad={x.requires_grad} of value {number}")
+                if x.requires_grad:
+                    raise self._other_way(f"requires_grad={x.requires_grad} of value {number}")
+                x = x.detach().requires_grad_()  # of what was frozen later: it ends here
             order = self.trace.orders.get(number)
             found.append((x if order is None else x.permute(order)).contiguous())
             if found[-1].shape != spec.shape or x.dtype != spec.dtype:

@@ -239,7 +239,8 @@ class StandIn(nn.Module):
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> "StandIn":
-        vars(self)["_of"].twin.requires_grad_(requires_grad)
+        if requires_grad:  # what is frozen later still has the gradients of its stage
+            vars(self)["_of"].twin.requires_grad_()
         return self
 
     def named_modules(
@@ -398,7 +399,8 @@ class StageLayers:
             for name, module in of.twin.named_modules():
                 module.training = real.get(name, module).training
         for number, p in (each for own in self.own.values() for each in own.items()):
-            self.parameters[number][2].requires_grad_(p.requires_grad)
+            if p.requires_grad:  # a freeze may be known to this rank alone
+                self.parameters[number][2].requires_grad_()
         try:
             yield self.twin
         finally:
