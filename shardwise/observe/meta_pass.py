@@ -74,10 +74,11 @@ def tape_of(
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(record.watching(model))
-        stack.enter_context(saved_tensors_hooks(record.save, lambda x: x))
+        stack.enter_context(saved_tensors_hooks(record.save, record.saved.__getitem__))
         stack.enter_context(as_on(torch.device("cpu"), record, kernels=kernels))
         stack.enter_context(around(model))
         call(model, batch)
+    record.saved.clear()
     return record.tape.done()
 
 
@@ -87,6 +88,7 @@ class _Record:
     def __init__(self, external: list[Any]) -> None:
         self.tape = TapeRecorder(external)
         self.inside = [""]  # innermost last
+        self.saved = list[Tensor]()
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -102,9 +104,11 @@ class _Record:
             for handle in handles:
                 handle.remove()
 
-    def save(self, x: Tensor) -> Tensor:
+    def save(self, x: Tensor) -> int:
+        """Keep `x` here: nobody runs the backward pass that would free it in the graph."""
         self.tape.save(x, self.inside[-1])
-        return x
+        self.saved.append(x)
+        return len(self.saved) - 1
 
     def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """An operation below autograd."""

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardwise.core.errors import NonFiniteError
+from shardwise.core.errors import InputError, NonFiniteError
 from shardwise.core.tally import Key
 from shardwise.engine import memory
 from shardwise.engine.batch import copied as own_tensors
@@ -207,7 +207,11 @@ class Comparison:
 
         self._delay(engine, step)
         engine.scale.value *= 2.0  # the loaded one is another
-        reload_engine(saved, engine)
+        try:
+            reload_engine(saved, engine)
+        except InputError:  # on all ranks: what is saved differs between them
+            self.errors.append(Errors.of_facts("after loading", {"equal on all ranks": False}))
+            return
         saved.consensus.buffers.refresh()  # a checkpoint has those of the first data rank
         self.loaded(saved, engine)
         for oracle in self.oracles.all:

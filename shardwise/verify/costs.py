@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from shardwise.core.mesh import EXPERTS
 from shardwise.core.tally import TIER, Key, by_kind, sent_bytes
 from shardwise.engine.engine import Engine
+from shardwise.techniques.expert.apply import layers_of
 from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.verify.oracles import textbook
 from shardwise.verify.oracles.textbook import Uses
@@ -83,6 +84,9 @@ class Costs:
 
 
 def _depends(engine: Engine, line: Key) -> bool:
-    """Whether the line depends on the routing of tokens."""
+    """Whether the line depends on the routing of tokens, or on those of other ranks."""
+    gates = {layer.gate.name for layer in layers_of(engine.model).values()}
+    if "expert-choice" in gates and line.kind == "all_gather":
+        return True
     copied = engine.plan.activations_on_host and line.axis == TIER and line.phase != "update"
     return engine.plan.ep > 1 and (copied or line[:2] == (EXPERTS, "all_to_all"))

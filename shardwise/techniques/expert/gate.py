@@ -7,6 +7,7 @@ one expert with weight 1.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Final
 
 import torch
@@ -20,7 +21,6 @@ from shardwise.techniques.expert.routing import (
     GlobalBatch,
     Routing,
     capacity_of,
-    even_counts,
     gather_facts,
     queues,
 )
@@ -210,7 +210,9 @@ class Gate:
         places = gates.expert_choice(torch.cat(every), taken)
         mine = places.split(sizes)[batch.rank]
         if logits.is_meta:
-            loads = even_counts(taken, batch.ranks).view(-1, 1).expand(-1, self.experts)
+            ends = [taken * end // max(1, tokens) for end in accumulate(sizes)]
+            own = torch.tensor([0, *ends], dtype=torch.int64, device="cpu").diff()
+            loads = own.view(-1, 1).expand(-1, self.experts)
         else:
             loads = torch.stack([(part >= 0).sum(0) for part in places.split(sizes)]).cpu()
         weights = scores * (mine >= 0)

@@ -205,8 +205,8 @@ ROWS |= {
     "versions in one place in memory [pp2 pipedream:4]": instead(
         Flat, "renew", lambda flat: flat.point_at(flat.full)
     ),
-    # the engine alone balances the stages whose blocks the plan counts
-    "counted blocks ignored [pp2 gpipe:2 stages:3,1 of deep] memory": instead(
+    # the stages whose blocks the plan counts are balanced
+    "counted blocks ignored [pp2 gpipe:2 stages:3,1 of deep] blocks of stages": instead(
         parallelize,
         "stage_module",
         SimpleNamespace(**{**vars(stage_module), "stage_starts": balanced}),
