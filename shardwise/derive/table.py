@@ -108,7 +108,10 @@ def _derived(
     def joins(table: Table) -> bool:
         try:
             sent = predict(model, plan, batch, loss=objective, table=table).sent()
-        except RuntimeError:  # the loss computes with a part of the logits as if it were whole
+        except (
+            RuntimeError,
+            InputError,
+        ):  # the loss computes with a part of the logits as if it were whole
             return True
         return (TENSOR, "all_gather", "forward") in sent
 
