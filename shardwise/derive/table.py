@@ -108,10 +108,7 @@ def _derived(
     def joins(table: Table) -> bool:
         try:
             sent = predict(model, plan, batch, loss=objective, table=table).sent()
-        except (
-            RuntimeError,
-            InputError,
-        ):  # the loss computes with a part of the logits as if it were whole
+        except (RuntimeError, InputError):  # the loss takes a part of the logits for the whole
             return True
         return (TENSOR, "all_gather", "forward") in sent
 
