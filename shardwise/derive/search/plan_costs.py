@@ -154,15 +154,13 @@ class PlanCosts:
 
     def _time(self, plan: Plan, copies: list[Copy], found: list[Prediction]) -> StepTime:
         times = [each.step_time(self.cluster) for each in found]
-        stages = [each.plan.mesh.size_of(PIPELINE) for each in copies]
-        flops = [time.flops * n for time, n in zip(times, stages, strict=True)]
         return replace(
             times[-1],
             compute_s=_sum(copies, [each.compute_s for each in times]),
             exposed_s=_sums(copies, [each.exposed_s for each in times]),
             bubble_s=_sum(copies, [each.bubble_s for each in times]),
             update_s=_sum(copies, [each.update_s for each in times]),
-            flops=_sum(copies, flops) / plan.mesh.size_of(PIPELINE),
+            flops=_sum(copies, [each.flops for each in times]),
         )
 
     def _sent(self, copies: list[Copy], found: list[Prediction]) -> dict[str, int]:
@@ -187,7 +185,7 @@ class PlanCosts:
         small = len(counts) * (2 * least - few - more) < blocks.number
         depths = {least: 1.0} if small else _line(few, more, least)
         hosts = plan.size // ranks % self.cluster.devices_per_host == 0
-        many = hosts and ranks > max(STAGES) and plan.microbatches >= ranks
+        many = hosts and ranks > max(STAGES) and plan.microbatches * min(STAGES) % ranks == 0
         many = many and {*self._places(candidate)} <= {0, 1, ranks - 1}
         sizes = _line(*STAGES, ranks) if many else {ranks: 1.0}
         if len(depths) == len(sizes) == 1:
@@ -199,8 +197,13 @@ class PlanCosts:
                 own = (own[0], *[max(own[1:-1])] * (size * chunks - 2), own[-1])
             own = tuple(n - least + depth for n in own)
             axes = tuple((axis, size if axis == PIPELINE else n) for axis, n in plan.axes)
-            changed = replace(plan, axes=axes, stages=own if plan.pipeline else None)
-            found.append(Copy(a * b, changed, sum(own)))
+            few = replace(plan, axes=axes, stages=own if plan.pipeline else None)
+            if many and few.pipeline:
+                runs = plan.microbatches // plan.accumulate
+                few = replace(
+                    few, schedule=few.pipeline.replace(f":{runs}", f":{runs * size // ranks}")
+                )
+            found.append(Copy(a * b, few, sum(own)))
         return found
 
     def _counts(self, plan: Plan) -> Counts:
