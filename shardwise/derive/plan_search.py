@@ -4,7 +4,6 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +17,7 @@ from shardwise.core.mesh import TENSOR
 from shardwise.core.model_spec import Blocks
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.arguments import integer
+from shardwise.derive.search.plan_costs import DEPTHS
 from shardwise.derive.search.result import PlanTask, SearchResult
 from shardwise.derive.search.search import best_plans
 from shardwise.derive.table import table_or_derived
@@ -44,6 +44,7 @@ class SearchedModel:
         self.plain, self.blocks = plain_copy(model, PLAIN), equal_blocks(model)
         self.known = dict[tuple[Plan, int, int | None], Prediction]()
         self.tables = dict[tuple[int, int | None], Any]()
+        self.copies = dict[int, nn.Module]()
         self.counts = stage_counts(self.plain, options)
 
     def of(self, plan: Plan, rows: int, rank: int = 0, depth: int | None = None) -> Prediction:
@@ -62,12 +63,10 @@ class SearchedModel:
         """
         axes = ("dp", 1), (TENSOR, plan.mesh.size_of(TENSOR))
         own = replace(PLAIN, axes=axes, context=plan.context, sp=plan.sp, recompute=plan.recompute)
-        return self._predicted(own, 1, depth)
+        return self.of(own, 1, depth=depth)
 
     def _predicted(self, plan: Plan, rows: int, depth: int | None) -> Prediction:
-        model = self.model
-        if depth is not None and self.blocks is not None:
-            model = shortened(model, self.blocks, depth)
+        model = self._copy(depth)
         key = plan.mesh.size_of(TENSOR), depth
         if key not in self.tables:
             own = self.options.table, plan
@@ -76,13 +75,26 @@ class SearchedModel:
         options = replace(self.options, table=self.tables[key])
         found = Predictor(model, plan, options).of(self._rows(rows * plan.microbatches))
 
-        @cache
-        def step_on(plan: Plan, rank: int) -> DryStep:
-            few = with_few_microbatches(plan, rank)
-            batch = self._rows(rows * few.microbatches)
-            return dry_step(model, few, batch, options, rank, parts=False, whole=plan)
+        known = dict[tuple[Plan, int, bool], DryStep]()
 
-        return replace(found, dry=lambda plan, rank, **_: step_on(plan, rank))
+        def step_on(plan: Plan, rank: int, *, brief: bool = False) -> DryStep:
+            """A step that is known shows what a brief one does."""
+            for each in (False, brief):
+                if (key := (plan, rank, each)) in known:
+                    return known[key]
+            few = with_few_microbatches(plan, rank)
+            batch, how = self._rows(rows * few.microbatches), {"parts": False, "brief": brief}
+            known[key] = dry_step(model, few, batch, options, rank, whole=plan, **how)
+            return known[key]
+
+        return replace(found, dry=step_on)
+
+    def _copy(self, depth: int | None) -> nn.Module:
+        if depth is None or self.blocks is None:
+            return self.model
+        if depth not in self.copies:
+            self.copies[depth] = shortened(self.model, self.blocks, depth)
+        return self.copies[depth]
 
     def _rows(self, rows: int) -> Any:
         return tree_map_only(Tensor, lambda x: x[:1].repeat(rows, *[1] * (x.dim() - 1)), self.batch)
@@ -120,7 +132,7 @@ def search(
     predicted = SearchedModel(model, batch, options)
     texts = (x.shape[1] for x in leaves if x.dim() == 2 and not x.is_floating_point())
     try:
-        assert predicted.one_row(PLAIN, None).dry_step
+        assert predicted.one_row(PLAIN, DEPTHS[0] if predicted.blocks else None).dry_step
     except InputError:
         raise
     except UNKNOWN as error:

@@ -12,7 +12,7 @@ A model whose forward reads values runs on the CPU with its weights and its batc
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any, Final, NamedTuple, get_args
@@ -146,7 +146,7 @@ class DryRun:
         self.loss, self.inside = options.objective, 0
         self.seen: Callable[[], None] = lambda: None  # called at the end of a forward pass
         self.kernels: Kernels = options.kernels
-        self.mode = nullcontext() if real else ToMeta(read=self._read)
+        self.mode = ToMeta(read=None if real else self._read)
         world = replace(world_of(rank, plan.size, _CPU, FakeLinks()), dry=True, meta=not real)
         options = replace(options, loss=self._objective, fill=None if real else lambda *_: None)
         made = value_copy(model) if real else _with_buffers(meta_copy(model))
@@ -192,7 +192,7 @@ class DryRun:
         have more equal microbatches than the plan of this run.
         """
         with self.running() as engine:
-            most = self._first(batch)
+            most = self._first(batch, parts=parts)
             engine.consistency.checked = CHECKED_STEPS  # the first ones send more
             issues, kept = Issues(engine), KeptBytes(engine, batch)
             step = StepBytes(engine, issues=issues)
@@ -226,14 +226,14 @@ class DryRun:
             stages=self.stages,
         )
 
-    def _first(self, batch: Any) -> int:
-        """A step; returns the most bytes before its update beside those that rested."""
+    def _first(self, batch: Any, *, parts: bool) -> int:
+        """A step; with `parts` the most bytes before its update beside those that rested."""
         engine, before_update = self.engine, list[int]()
         first = StepBytes(engine, least=sys.maxsize)
         rested, optimizer = first.now, engine.optimizer.torch
         note = optimizer.register_step_pre_hook(lambda *_: before_update.append(first.most))
-        with first:
-            engine.step(batch)
+        self.mode.seen = first.see if parts else None
+        engine.step(batch)
         engine.wait()
         note.remove()
         return next(iter(before_update), first.most) - rested
@@ -253,7 +253,8 @@ class DryRun:
         passes.watch = watch
         if engine.staging is None:
             self.seen = kept.look
-        with saved_tensors_hooks(kept.saved.save, lambda x: x), step:
+        self.mode.seen = step.see
+        with saved_tensors_hooks(kept.saved.save, lambda x: x):
             engine.step(batch)
         engine.wait()
         return shares

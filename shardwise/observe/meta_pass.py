@@ -145,7 +145,7 @@ class ToMeta(TorchDispatchMode):
     """Moves the other inputs of an operation on a meta tensor to meta; other operations are real.
     So tensors that a model computes only from the batch or from its buffers have values.  A write
     of a meta tensor to one with values is lost; with `strict` it raises RuntimeError.  `read` may
-    say what an operation gives (dry_engine.py).
+    say what an operation gives (dry_engine.py).  `seen` gets each operation and its result.
     """
 
     def __init__(
@@ -154,6 +154,7 @@ class ToMeta(TorchDispatchMode):
         super().__init__()
         self.record, self.strict, self.read = record, strict, read
         self.results = MetaResults()
+        self.seen: Callable[[Any, Any, dict[str, Any], Any], None] | None = None
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -164,26 +165,29 @@ class ToMeta(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():  # of logits that autograd has saved
-            if self.record is None:
-                known = self.results.at_once(func, args, kwargs)
-                if known is not None:
-                    return known
-            on_meta = {x.is_meta for x in work.call_tensors((args, kwargs))}
-            if True in on_meta:
-                if self.strict and func._schema.is_mutable and not args[0].is_meta:
-                    raise RuntimeError(f"{func}: unknown values written to a known tensor")
-                if self.read and (read := self.read(func, args, kwargs)) is not NotImplemented:
-                    return read
-                if False in on_meta:
-                    args = tree_map_only(Tensor, _moved, args)
-                    kwargs = {k: tree_map_only(Tensor, _moved, x) for k, x in kwargs.items()}
-                if "device" in kwargs:  # x.to(y.device): the device that a tensor reports
-                    kwargs = kwargs | {"device": torch.device("meta")}
-                out = self.results(func, args, kwargs)
-            else:
-                out = func(*args, **kwargs)
-            if self.record is not None:
-                self.record.operation(func, args, kwargs, out)
+            out = None if self.record else self.results.at_once(func, args, kwargs)
+            out = self._result(func, args, kwargs) if out is None else out
+            if self.seen is not None:
+                self.seen(func, args, kwargs, out)
+        return out
+
+    def _result(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        on_meta = {x.is_meta for x in work.call_tensors((args, kwargs))}
+        if True in on_meta:
+            if self.strict and func._schema.is_mutable and not args[0].is_meta:
+                raise RuntimeError(f"{func}: unknown values written to a known tensor")
+            if self.read and (read := self.read(func, args, kwargs)) is not NotImplemented:
+                return read
+            if False in on_meta:
+                args = tree_map_only(Tensor, _moved, args)
+                kwargs = {k: tree_map_only(Tensor, _moved, x) for k, x in kwargs.items()}
+            if "device" in kwargs:  # x.to(y.device): the device that a tensor reports
+                kwargs = kwargs | {"device": torch.device("meta")}
+            out = self.results(func, args, kwargs)
+        else:
+            out = func(*args, **kwargs)
+        if self.record is not None:
+            self.record.operation(func, args, kwargs, out)
         return out
 
 

@@ -18,7 +18,6 @@ from weakref import ref
 import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.tools.tree import leaves
 from shardwise.core.zero import ACTIVATIONS, OWNED
@@ -76,14 +75,13 @@ class KeptBytes:
         self.most_on_host = max(self.most_on_host, on_host)
 
 
-class StepBytes(TorchDispatchMode):
-    """The bytes of `engine` on its device while entered: `now`, and the most so far, `most`.
+class StepBytes:
+    """The bytes of `engine` on its device: `now`, and the most so far, `most`.
     `parts` has the most by category; looked for from `least` bytes on, which may be `most` of an
-    earlier step. `issues` gets each operation.
+    earlier step. `issues` gets each operation that is seen.
     """
 
     def __init__(self, engine: Engine, least: int = 0, issues: Issues | None = None) -> None:
-        super().__init__()
         self.engine, self.least, self.issues = engine, least, issues
         self.now = self.most = 0
         self.parts = dict[str, int]()
@@ -95,24 +93,16 @@ class StepBytes(TorchDispatchMode):
             self._count(tensor)
         self.fulls = [flat.full.untyped_storage() for flat in engine.flats if flat.reshards]
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as in meta_pass.py
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunction():  # a mode of the model would see each look at a tensor
-            self._forget()
-            for x in call_tensors(made):
-                if x.layout == torch.strided and x.untyped_storage()._cdata not in self.known:
-                    self._made(x, args)
-            if func._overloadpacket.__name__ not in UNWRITTEN:
-                self._look()
-            if self.issues is not None:
-                self.issues.operation(func, args, kwargs or {}, made)
-        return made
+    def see(self, func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> None:
+        """Count the result of an operation (meta_pass.py)."""
+        self._forget()
+        for x in call_tensors(made):
+            if x.layout == torch.strided and x.untyped_storage()._cdata not in self.known:
+                self._made(x, args)
+        if func._overloadpacket.__name__ not in UNWRITTEN:
+            self._look()
+        if self.issues is not None:
+            self.issues.operation(func, args, kwargs, made)
 
     def _made(self, x: Tensor, args: Any) -> None:
         """Count a result, unless it is an argument's memory that was made elsewhere."""

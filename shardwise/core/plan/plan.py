@@ -12,6 +12,7 @@ that the words can say; plan_check.py decides whether this version can run it.
 
 import math
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 from shardwise.core.errors import bad
 from shardwise.core.mesh import AXES, CONTEXT, Mesh
@@ -98,7 +99,7 @@ class Plan:
         set_here.pop("layers", None)
         return words_of(set_here) or "ddp"
 
-    @property
+    @cached_property
     def mesh(self) -> Mesh:
         """The mesh of the plan's axes, without `ep` and `cp`, which divide the data ranks."""
         sizes = {name: size for name, size in self.axes if name != "ep"}
@@ -209,7 +210,7 @@ class Plan:
         ranks = self.mesh.size_of("pp")
         return self.schedule or (f"1f1b:{2 * ranks}" if ranks > 1 else None)
 
-    @property
+    @cached_property
     def microbatches(self) -> int:
         """The number of microbatches per step on each rank, over all runs of the schedule."""
         if self.pipeline is None:

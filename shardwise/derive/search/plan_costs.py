@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardwise.core.errors import InputError
 from shardwise.core.layouts.uneven import Counts
@@ -48,19 +48,24 @@ STAGES: Final = (4, 8)
 NEAR: Final = 0.9
 #: A budget of activations is found in so many predictions.
 BUDGETS: Final = 2
+#: The part of the messages of the forward pass that recomputation repeats, with tensor ranks.
+REPEATED: Final = {"full": 1.0, "selective": 0.5}
+#: The blocks of a copy of which some are recomputed.
+MIXED: Final = 8
 
 
 class RowCosts(NamedTuple):
     """The costs of one row of the batch on a rank that has all stages.
 
     kernels_s   of kernels
-    moves_s     of moves within layers
+    moves_s     of moves within layers, of which forward_s in forward passes
     kept_bytes  by autograd
     numel       the trained parameters of the model, of all ranks
     """
 
     kernels_s: float
     moves_s: float
+    forward_s: float
     kept_bytes: float
     numel: float
 
@@ -88,7 +93,7 @@ class PlanCosts:
 
     def __init__(self, model: "SearchedModel", cluster: Cluster) -> None:
         self.model, self.cluster, self.room = model, cluster, cluster.device.memory_bytes
-        self.rows = dict[object, ModelCosts | InputError]()
+        self.found, self.ratios = dict[object, Any](), dict[object, float]()
         self.known = dict[Candidate, RankedPlan | RefusedPlan]()
 
     def estimate_s(self, candidate: Candidate) -> float:
@@ -114,6 +119,7 @@ class PlanCosts:
         n = plan.mesh.size_of(axis)
         own_bytes = SHORT_BYTES * one.numel / parts * (n - 1) / n
         rate, runs = Network(self.cluster, plan, 0).rate(axis, "all_gather"), plan.accumulate
+        runs = plan.microbatches if plan.row == "zero3" else runs
         gathers, sums = {"zero3": (2 * runs, runs), "zero2": (1, runs)}.get(plan.row, (1, 1))
         moves_s = own_bytes * (gathers + sums) / rate if n > 1 else 0.0
         after_s = 0.0 if plan.row == "zero3" or n == 1 else own_bytes / rate
@@ -121,35 +127,35 @@ class PlanCosts:
         updates_s = 2 * updated / self.cluster.bytes_per_s
         return max(after_s, moves_s - self.cluster.device.overlap * passes_s) + updates_s
 
-    def ranked(self, candidate: Candidate) -> RankedPlan | RefusedPlan:
-        """The predicted memory and time of a plan, or why it cannot run."""
-        if candidate not in self.known:
-            self.known[candidate] = self._ranked(candidate, self._copies)
+    def ranked(
+        self, candidate: Candidate, copies: list[Copy] | None = None
+    ) -> RankedPlan | RefusedPlan:
+        """The predicted memory and time of a plan, or why it cannot run; a sum over copies."""
+        if candidate not in self.known or copies:
+            try:
+                found = self._ranked(candidate, copies or self._copies(candidate))
+            except InputError as error:
+                found = RefusedPlan(candidate.plan, str(error), candidate.rows)
+            self.known[candidate] = found
         return self.known[candidate]
 
-    def whole(self, candidate: Candidate) -> RankedPlan | RefusedPlan:
-        """The same without copies of the model."""
-        return self._ranked(candidate, lambda each: [Copy(1.0, each.plan)])
-
-    def _ranked(
-        self, candidate: Candidate, copied: Callable[[Candidate], list[Copy]]
-    ) -> RankedPlan | RefusedPlan:
-        plan, rows = candidate
-        try:
-            copies, peak_bytes, kept_bytes = copied(candidate), 0.0, 0.0
-            for place in self._places(candidate):
-                found = [
-                    self.model.of(each.plan, rows, _rank_at(each.plan, place), each.depth)
-                    for each in copies
-                ]
-                peak_bytes = max(peak_bytes, _sum(copies, [each.device_peak for each in found]))
-                kept_bytes = max(kept_bytes, _sum(copies, [each.activations for each in found]))
-                if (over := int(peak_bytes) - self.room) > 0:
-                    return too_large(candidate, over)
-            firsts = [self.model.of(each.plan, rows, depth=each.depth) for each in copies]
-            time, sent = self._time(plan, copies, firsts), self._sent(copies, firsts)
-        except InputError as error:
-            return RefusedPlan(plan, str(error), rows)
+    def _ranked(self, candidate: Candidate, copies: list[Copy]) -> RankedPlan | RefusedPlan:
+        (plan, rows), peak_bytes, kept_bytes = candidate, 0.0, 0.0
+        least_bytes = self.least_bytes(candidate)
+        for place in self._places(candidate):
+            found = [
+                self.model.of(each.plan, rows, _rank_at(each.plan, place), each.depth)
+                for each in copies
+            ]
+            peak_bytes = max(peak_bytes, _sum(copies, [each.device_peak for each in found]))
+            kept_bytes = max(kept_bytes, _sum(copies, [each.activations for each in found]))
+            ratio = peak_bytes / max(1, least_bytes)
+            for kind in (None, _kind(candidate)):
+                self.ratios[kind] = min(ratio, self.ratios.get(kind, ratio))
+            if (over := int(peak_bytes) - self.room) > 0:
+                return too_large(candidate, over)
+        firsts = [self.model.of(each.plan, rows, depth=each.depth) for each in copies]
+        time, sent = self._time(plan, copies, firsts), self._sent(copies, firsts)
         return RankedPlan(plan, rows, time, int(peak_bytes), sent, int(kept_bytes))
 
     def _time(self, plan: Plan, copies: list[Copy], found: list[Prediction]) -> StepTime:
@@ -176,10 +182,10 @@ class PlanCosts:
         """
         plan, blocks = candidate.plan, self.model.blocks
         counts = self._counts(plan)
-        if blocks is None or plan.recompute_budget_bytes or plan.layers:
+        if blocks is None or plan.layers or sum(counts) != blocks.number:
             return [Copy(1.0, plan)]
-        if sum(counts) != blocks.number:
-            return [Copy(1.0, plan)]
+        if plan.recompute_budget_bytes:
+            return self._copies_of_budget(candidate, blocks.number)
         few, more = GATHERED if plan.row == "zero3" else DEPTHS
         least, ranks = min(counts), plan.mesh.size_of(PIPELINE)
         small = len(counts) * (2 * least - few - more) < blocks.number
@@ -206,12 +212,37 @@ class PlanCosts:
             found.append(Copy(a * b, few, sum(own)))
         return found
 
+    def _copies_of_budget(self, candidate: Candidate, number: int) -> list[Copy]:
+        """A copy that recomputes some blocks under its part of the budget, and copies that
+        recompute all.  What the first one saves grows with what it keeps, until that is the budget.
+        """
+        (plan, rows), budget = candidate, candidate.plan.recompute_budget_bytes
+        if plan.pipeline is not None or number <= MIXED:
+            return [Copy(1.0, plan)]
+        copies = self._copies(Candidate(replace(plan, recompute="full"), rows))
+        (a, kept), (b, more) = (
+            (each.depth or 0, self.model.of(each.plan, rows, depth=each.depth).activations)
+            for each in copies
+        )
+        block = (more - kept) / (b - a)
+        none, part, whole = (kept + (n - a) * block for n in (0, MIXED, number))
+        own = size_text(int(none + (budget - none) * MIXED / number))
+        mixed = Copy(1.0, replace(plan, recompute=own), MIXED)
+        saved = self.model.of(mixed.plan, rows, depth=MIXED).activations - part
+        times = (budget - whole) / saved if saved > 0 else 0.0
+        less = _line(a, b, MIXED)
+        full = [
+            each._replace(weight=each.weight - times * less[each.depth or 0]) for each in copies
+        ]
+        return [mixed._replace(weight=times), *full]
+
     def _counts(self, plan: Plan) -> Counts:
         """The blocks of each stage; of the model without a pipeline."""
         if plan.pipeline is None:
             return (self.model.blocks.number if self.model.blocks else 0,)
         size = allowed(plan.pipeline, plan.mesh.size_of(PIPELINE))[1]
-        return plan.stages or self.model.counts(size.p * size.v)
+        stages = size.p * size.v
+        return plan.stages or self._once(stages, lambda: self.model.counts(stages))
 
     def _places(self, candidate: Candidate) -> list[int]:
         """The pipeline ranks that may store most, the likeliest first: of the stages between the
@@ -234,17 +265,21 @@ class PlanCosts:
         budget = last.kept_bytes + self.room - last.peak_bytes
         for _ in range(BUDGETS):
             own = Candidate(replace(plan, recompute=size_text(budget)), rows)
-            ranks = [_rank_at(own.plan, place) for place in self._places(own)]
-            free = self.room - max(
-                self.model.of(own.plan, rows, rank).device_peak for rank in ranks
-            )
-            best = own if free >= 0 else best
-            budget += free
+            found = self.ranked(own)
+            if isinstance(found, RankedPlan):
+                best, budget = own, budget + self.room - found.peak_bytes
+            else:
+                budget -= found.over_bytes
         return best
 
     def least_bytes(self, candidate: Candidate) -> int:
         """A lower bound of the peak memory, in closed form."""
         return int(max(self._by_place(candidate).values()))
+
+    def likely_bytes(self, candidate: Candidate) -> float:
+        """The same, times what predictions of such plans exceeded it by at least."""
+        known = self.ratios.get(None, 1.0)
+        return self.least_bytes(candidate) * self.ratios.get(_kind(candidate), known)
 
     def _by_place(self, candidate: Candidate) -> dict[int, float]:
         """That of each pipeline rank that may store most: stored states and kept activations.
@@ -298,54 +333,79 @@ class PlanCosts:
         return numel * (whole + shared / n) + kept
 
     def _row(self, plan: Plan) -> ModelCosts:
+        if plan.recompute_budget_bytes:
+            plan = replace(plan, recompute=None)
         key = plan.mesh.size_of(TENSOR), plan.cp, plan.recompute
-        if key not in self.rows:
+        return self._once(key, lambda: self._one_row(plan))
+
+    def _once(self, key: object, make: Callable[[], Any]) -> Any:
+        """What `make` returns, or the InputError that it raises, found once for a key."""
+        if key not in self.found:
             try:
-                self.rows[key] = self._one_row(plan)
+                self.found[key] = make()
             except InputError as error:
-                self.rows[key] = error
-        found = self.rows[key]
-        if isinstance(found, InputError):
-            raise found
-        return found
+                self.found[key] = error
+        if isinstance(self.found[key], InputError):
+            raise self.found[key]
+        return self.found[key]
 
     def _one_row(self, plan: Plan) -> ModelCosts:
-        blocks, ranks = self.model.blocks, plan.mesh.size_of(TENSOR)
-        found = [self.model.one_row(plan, n) for n in (DEPTHS if blocks else (None,))]
-        few, more = (self._costs(found[n], kept=ranks == 1) for n in (0, -1))
+        """Recorded, but recomputation on tensor ranks: these compute equal parts of what it adds
+        on one rank, and repeat the messages of the forward pass where blocks are recomputed.
+        """
+        ranks = plan.mesh.size_of(TENSOR)
+        if ranks == 1 or plan.recompute is None:
+            return self._of_blocks([self._costs(found) for found in self._few(plan)])
+        axes = tuple((axis, size) for axis, size in plan.axes if axis != TENSOR)
+        alone, full = replace(plan, axes=axes, sp=False), plan.recompute == "full"
+        every = (replace(plan, recompute=None), replace(alone, recompute=None), alone)
+        found = list[RowCosts]()  # of the whole, and of its blocks
+        for plain, once, again in zip(*(self._row(each)[:2] for each in every), strict=True):
+            kernels_s = plain.kernels_s + (again.kernels_s - once.kernels_s) / ranks
+            kept = again.kept_bytes / ranks
+            kept += 0.0 if full else plain.kept_bytes - once.kept_bytes / ranks
+            moves_s = plain.moves_s + plain.forward_s * REPEATED.get(plan.recompute, 0.0)
+            found.append(plain._replace(kernels_s=kernels_s, moves_s=moves_s, kept_bytes=kept))
+        return ModelCosts(found[0], found[1], self._row(alone).states)
+
+    def _few(self, plan: Plan) -> list[Prediction]:
+        return [self.model.one_row(plan, n) for n in (DEPTHS if self.model.blocks else (None,))]
+
+    def _of_blocks(self, found: Sequence[RowCosts]) -> ModelCosts:
+        """The costs of the model, on the line through those of copies."""
+        blocks, few, more = self.model.blocks, found[0], found[-1]
         number, rest = (blocks.number, blocks.number - DEPTHS[0]) if blocks else (0, 0)
         block = [b - a for a, b in zip(few, more, strict=True)]
         whole = RowCosts(*(a + rest * n for a, n in zip(few, block, strict=True)))
-        states = state_tensors(self.model.options.spec)
-        costs = ModelCosts(whole, RowCosts(*(number * n for n in block)), states)
-        if ranks == 1:
-            return costs
-        axes = tuple((axis, size) for axis, size in plan.axes if axis != TENSOR)
-        alone = self._row(replace(plan, axes=axes, sp=False))  # ranks keep equal parts
-        whole, inside = (
-            own._replace(kept_bytes=each.kept_bytes / ranks)
-            for own, each in zip(costs[:2], alone[:2], strict=True)
-        )
-        return costs._replace(whole=whole, blocks=inside)
+        inside = RowCosts(*(number * n for n in block))
+        return ModelCosts(whole, inside, state_tensors(self.model.options.spec))
 
-    def _costs(self, found: Prediction, *, kept: bool) -> RowCosts:
+    def _costs(self, found: Prediction) -> RowCosts:
         """The costs of a recorded row, without weights, launches and latencies that rows share."""
         fast = {name: getattr(self.cluster, name) for name in ("inside", "between")}
         fast = {name: link.model_copy(update={"latency_s": 0.0}) for name, link in fast.items()}
         network = Network(self.cluster.model_copy(update=fast), found.plan, found.rank)
-        step = found.dry_step
-        sent = {key: n for key, n in step.sent.items() if key.phase in ("forward", "backward")}
-        moves_s = sum(network.seconds(sent).values())
+        step, seconds = found.dry_step, dict[str, float]()
+        for phase in ("forward", "backward"):
+            sent = {key: n for key, n in step.sent.items() if key.phase == phase}
+            seconds[phase] = sum(network.seconds(sent).values())
         operations = [each for each in step.issued if isinstance(each, Operation)]
-        kept_bytes, numel = found.activations if kept else 0, sum(step.trained)
-        numel *= found.plan.mesh.size_of(TENSOR)
-        return RowCosts(self._growing_s(operations), moves_s, kept_bytes, numel)
+        numel = sum(step.trained) * found.plan.mesh.size_of(TENSOR)
+        moves_s, kernels_s = sum(seconds.values()), self._growing_s(operations)
+        return RowCosts(kernels_s, moves_s, seconds["forward"], found.activations, numel)
 
     def _growing_s(self, operations: Sequence[Operation]) -> float:
         products = [each for each in operations if each.done_flops]
         computing_s = sum(x.done_flops / self.cluster.flops_per_s(precision(x)) for x in products)
         moved_bytes = sum(each.moved_bytes for each in operations if not each.done_flops)
         return computing_s + SHARED * moved_bytes / self.cluster.bytes_per_s
+
+
+def _kind(candidate: Candidate) -> object:
+    """What the peak memory depends on beside stored states and kept activations."""
+    plan, rows = candidate
+    word = (plan.pipeline or "").partition(":")[0]
+    return plan.mesh.size_of(TENSOR), plan.cp, rows, plan.recompute, word
 
 
 def _line(a: int, b: int, at: int) -> dict[int, float]:

@@ -19,7 +19,7 @@ move from one stage to another while that makes the schedule shorter, by its clo
 stages a rank, the slowest one does not decide alone.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, pairwise, permutations
@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Final
 from shardwise.core.errors import InputError
 from shardwise.core.layouts.uneven import Counts, balanced
 from shardwise.core.mesh import PIPELINE
-from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import problems, schedule_of
 from shardwise.core.schedule.clock import ActionCosts, clock
 from shardwise.derive.search.plan_costs import PlanCosts, too_large
@@ -53,6 +52,8 @@ if TYPE_CHECKING:
 REFINED: Final = 2
 #: So many plans are predicted at most for each that is asked for.
 TRIED: Final = 2
+#: Plans whose estimate is so many times the shortest predicted time are slower.
+SLOW: Final = 1.1
 #: Of those that store least in closed form so many are predicted if none of these fits.
 SMALLEST: Final = 4
 
@@ -68,7 +69,6 @@ def best_plans(
     for chosen in every:
         if not ranked:
             ranked, refused, slower = _ranked(chosen, costs, count, refused)
-            ranked = _best_whole(ranked, refused, costs)
     refused.sort(key=lambda each: (not each.over_bytes, each.over_bytes))
     return SearchResult(cluster, task.ranks, task.batch, tuple(ranked), tuple(refused), slower)
 
@@ -89,20 +89,43 @@ def _ranked(
                 estimated.append((costs.estimate_s(candidate), candidate))
         except InputError as error:
             refused.append(RefusedPlan(candidate.plan, str(error), candidate.rows))
-    fastest = [candidate for _, candidate in sorted(estimated, key=lambda each: each[0])]
-    smallest = sorted(fastest, key=costs.least_bytes)[:SMALLEST]
-    tried = dict.fromkeys([*fastest[: TRIED * count], *smallest])
-    results = dict[Candidate, RankedPlan | RefusedPlan]()
-    for number, candidate in enumerate(tried):
-        fitting = [each for each, found in results.items() if isinstance(found, RankedPlan)]
-        if len(fitting) == count or (fitting and number >= TRIED * count):
-            break
-        if not any(each in fitting for each in _keeping_more(candidate)):
-            results[candidate] = costs.ranked(candidate)
+    times = {candidate: s for s, candidate in sorted(estimated, key=lambda each: each[0])}
+    smallest = sorted(times, key=costs.least_bytes)[:SMALLEST]
+    results = _predicted(times, smallest, costs, count)
     refused += [each for each in results.values() if isinstance(each, RefusedPlan)]
     ranked = [each for each in results.values() if isinstance(each, RankedPlan)]
     ranked.sort(key=lambda each: each.seconds)
     return _refined(ranked, costs), refused, len(estimated) - len(results)
+
+
+def _predicted(
+    times: Mapping[Candidate, float], smallest: list[Candidate], costs: PlanCosts, count: int
+) -> dict[Candidate, RankedPlan | RefusedPlan]:
+    """The first plans that fit.  Plans that are likely too large, and the smallest, only if none
+    does.
+    """
+    results, fitting = dict[Candidate, RankedPlan | RefusedPlan](), dict[Candidate, float]()
+    large = list[Candidate]()
+
+    def predict(candidate: Candidate) -> None:
+        found = results[candidate] = costs.ranked(candidate)
+        if isinstance(found, RankedPlan):
+            fitting[candidate] = found.seconds
+
+    for candidate in [*times][: TRIED * count]:
+        slow = fitting and times[candidate] > SLOW * min(fitting.values())
+        if slow or len(fitting) == count:
+            break
+        if any(each in fitting for each in _keeping_more(candidate)):
+            continue
+        if costs.likely_bytes(candidate) > costs.room:
+            large.append(candidate)
+        else:
+            predict(candidate)
+    for candidate in dict.fromkeys([*large, *smallest]):
+        if not fitting:
+            predict(candidate)
+    return results
 
 
 def _refined(ranked: list[RankedPlan], costs: PlanCosts) -> list[RankedPlan]:
@@ -121,21 +144,6 @@ def _refined(ranked: list[RankedPlan], costs: PlanCosts) -> list[RankedPlan]:
             if isinstance(found, RankedPlan) and found.seconds < each.seconds:
                 ranked = [*ranked, found]
     return sorted(ranked, key=lambda each: each.seconds)
-
-
-def _best_whole(
-    ranked: list[RankedPlan], refused: list[RefusedPlan], costs: PlanCosts
-) -> list[RankedPlan]:
-    """The plans, of which the first is predicted on the whole model, and fits there."""
-    known = set[Plan]()
-    while ranked and ranked[0].plan not in known:
-        found = costs.whole(Candidate(ranked[0].plan, ranked[0].rows))
-        known.add(found.plan)
-        if isinstance(found, RefusedPlan):
-            refused.append(found)
-        ranked = [*ranked[1:], *([found] if isinstance(found, RankedPlan) else [])]
-        ranked.sort(key=lambda each: each.seconds)
-    return ranked
 
 
 def _keeping_more(candidate: Candidate) -> Iterator[Candidate]:
