@@ -4,6 +4,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,21 +42,17 @@ class SearchedModel:
 
     def __init__(self, model: nn.Module, batch: Any, options: EngineOptions) -> None:
         self.model, self.batch, self.options = model, batch, options
-        self.plain, self.blocks = plain_copy(model, PLAIN), equal_blocks(model)
-        self.known = dict[tuple[Plan, int, int | None], Prediction]()
+        self.counts = stage_counts(plain_copy(model, PLAIN), options)
+        self.blocks = blocks = equal_blocks(model)
+        self.copy = cache(lambda n: shortened(model, blocks, n) if blocks and n else model)
+        self.predicted = cache(self._predicted)
         self.tables = dict[tuple[int, int | None], Any]()
-        self.copies = dict[int, nn.Module]()
-        self.counts = stage_counts(self.plain, options)
 
     def of(self, plan: Plan, rows: int, rank: int = 0, depth: int | None = None) -> Prediction:
         """That of a rank, with microbatches of `rows` rows, of a copy with `depth` blocks.
         Raises InputError if it cannot run.
         """
-        key = plan, rows, depth
-        if key not in self.known:
-            self.known[key] = self._predicted(*key)
-        found = self.known[key]
-        return found.on(rank)
+        return self.predicted(plan, rows, depth).on(rank)
 
     def one_row(self, plan: Plan, depth: int | None) -> Prediction:
         """That of one row on one data rank, without a pipeline, on the axes within layers of
@@ -66,7 +63,7 @@ class SearchedModel:
         return self.of(own, 1, depth=depth)
 
     def _predicted(self, plan: Plan, rows: int, depth: int | None) -> Prediction:
-        model = self._copy(depth)
+        model = self.copy(depth)
         key = plan.mesh.size_of(TENSOR), depth
         if key not in self.tables:
             own = self.options.table, plan
@@ -75,26 +72,18 @@ class SearchedModel:
         options = replace(self.options, table=self.tables[key])
         found = Predictor(model, plan, options).of(self._rows(rows * plan.microbatches))
 
-        known = dict[tuple[Plan, int, bool], DryStep]()
+        known = dict[tuple[Plan, int], DryStep]()
 
         def step_on(plan: Plan, rank: int, *, brief: bool = False) -> DryStep:
             """A step that is known shows what a brief one does."""
-            for each in (False, brief):
-                if (key := (plan, rank, each)) in known:
-                    return known[key]
+            if (plan, rank) in known:
+                return known[plan, rank]
             few = with_few_microbatches(plan, rank)
             batch, how = self._rows(rows * few.microbatches), {"parts": False, "brief": brief}
-            known[key] = dry_step(model, few, batch, options, rank, whole=plan, **how)
-            return known[key]
+            step = dry_step(model, few, batch, options, rank, whole=plan, **how)
+            return step if brief else known.setdefault((plan, rank), step)
 
-        return replace(found, dry=step_on)
-
-    def _copy(self, depth: int | None) -> nn.Module:
-        if depth is None or self.blocks is None:
-            return self.model
-        if depth not in self.copies:
-            self.copies[depth] = shortened(self.model, self.blocks, depth)
-        return self.copies[depth]
+        return replace(found, dry=cache(step_on))
 
     def _rows(self, rows: int) -> Any:
         return tree_map_only(Tensor, lambda x: x[:1].repeat(rows, *[1] * (x.dim() - 1)), self.batch)

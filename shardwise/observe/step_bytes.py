@@ -12,7 +12,7 @@ What a kernel takes and returns inside of one operation is not seen, nor is the 
 """
 
 from functools import partial
-from typing import Any, Final
+from typing import Any
 from weakref import ref
 
 import torch
@@ -24,10 +24,8 @@ from shardwise.core.zero import ACTIVATIONS, OWNED
 from shardwise.engine import memory
 from shardwise.engine.engine import Engine
 from shardwise.observe.issues import Issues
+from shardwise.observe.meter import UNWRITTEN
 from shardwise.observe.work import call_tensors
-
-#: Memory without values is counted from the next operation on, when its owner has it.
-UNWRITTEN: Final = ("empty", "new_empty", "empty_like", "empty_strided")
 
 
 class SavedStorages:

@@ -110,9 +110,8 @@ def test_a_search_predicts_what_predict_does() -> None:
     ranked = searched(ROOM).ranked
     assert any(each.plan.pipeline for each in ranked)
     for each in ranked:
-        seconds, peak_bytes = exhaustive().get(str(each.plan)) or costs(each.plan, each.rows)
-        assert each.seconds == pytest.approx(seconds, rel=1e-12), each.plan
-        assert each.peak_bytes == peak_bytes, each.plan
+        own = exhaustive().get(str(each.plan)) or costs(each.plan, each.rows)
+        assert (pytest.approx(each.seconds, rel=1e-12), each.peak_bytes) == own, each.plan
 
 
 @pytest.mark.full
@@ -276,7 +275,7 @@ def test_no_stage_of_an_uneven_plan_exceeds_the_memory() -> None:
         ("dp4 tp2 sp zero3 bf16 recompute:full", 12, 512, 2, 1e-6),
         ("dp2 zero1 bf16", 12, 512, 2, 1e-6),
         ("pp2 dp1 1f1b:4 bf16", 13, 2048, 2, 0.01),
-        pytest.param("pp16 dp4 zb-h1:16 bf16", 80, 512, 4, 0.03, marks=pytest.mark.full),
+        pytest.param("pp16 dp4 zb-h1:16 bf16", 80, 512, 2, 0.01, marks=pytest.mark.full),
     ],
 )
 def test_a_deep_plan_is_predicted_from_copies_with_few_blocks(

@@ -106,11 +106,6 @@ class Layout:
         """What is cut from the whole in turn on the axes of `here`, and the rank on each."""
         return [(on.cut, here[axis]) for axis, on in self.axes[::-1] if on.cut and axis in here]
 
-    def local_shape(self, whole: Sequence[int], here: Mapping[str, int]) -> tuple[int, ...]:
-        for cut, rank in self.cuts(here):
-            whole = cut.shape(whole, rank)
-        return tuple(whole)
-
     @cached_property
     def kind(self) -> tuple[object, ...]:
         """The key of a flat parameter: parameters with one kind are summed and counted together."""

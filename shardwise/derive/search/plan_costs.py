@@ -13,7 +13,6 @@ A prediction records the model's own pass, and takes its memory from dry runs (o
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from shardwise.core.errors import InputError
@@ -22,6 +21,7 @@ from shardwise.core.mesh import PIPELINE, TENSOR
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.words import size_text
 from shardwise.core.schedule.library import allowed, entry
+from shardwise.core.zero import ROWS, bytes_per_parameter
 from shardwise.derive.search.result import Candidate, RankedPlan, RefusedPlan
 from shardwise.engine.plain_pass import state_tensors
 from shardwise.prediction.cluster import Cluster
@@ -42,14 +42,10 @@ SHORT_BYTES: Final = 2
 DEPTHS: Final = (2, 3)
 #: Under zero3: units are gathered ahead, so the first blocks take other memory than later ones.
 GATHERED: Final = (4, 5)
-#: Pipelines with more stages than these are predicted from copies with so many.
-STAGES: Final = (4, 8)
 #: A rank whose bound of the memory is at least this part of the largest one may store most.
 NEAR: Final = 0.9
 #: A budget of activations is found in so many predictions.
 BUDGETS: Final = 2
-#: The part of the messages of the forward pass that recomputation repeats, with tensor ranks.
-REPEATED: Final = {"full": 1.0, "selective": 0.5}
 #: The blocks of a copy of which some are recomputed.
 MIXED: Final = 8
 
@@ -58,16 +54,18 @@ class RowCosts(NamedTuple):
     """The costs of one row of the batch on a rank that has all stages.
 
     kernels_s   of kernels
-    moves_s     of moves within layers, of which forward_s in forward passes
+    moves_s     of moves within layers
     kept_bytes  by autograd
     numel       the trained parameters of the model, of all ranks
     """
 
     kernels_s: float
     moves_s: float
-    forward_s: float
     kept_bytes: float
     numel: float
+
+    def plus(self, other: "RowCosts", times: float = 1.0) -> "RowCosts":
+        return RowCosts(*(a + times * b for a, b in zip(self, other, strict=True)))
 
 
 class ModelCosts(NamedTuple):
@@ -79,8 +77,8 @@ class ModelCosts(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A plan, perhaps with fewer stages, for a copy of the model with `depth` blocks; the numbers
-    of the whole are sums over copies, each times its weight.
+    """A plan for a copy of the model with `depth` blocks; the numbers of the whole are sums over
+    copies, each times its weight.
     """
 
     weight: float
@@ -93,8 +91,7 @@ class PlanCosts:
 
     def __init__(self, model: "SearchedModel", cluster: Cluster) -> None:
         self.model, self.cluster, self.room = model, cluster, cluster.device.memory_bytes
-        self.found, self.ratios = dict[object, Any](), dict[object, float]()
-        self.known = dict[Candidate, RankedPlan | RefusedPlan]()
+        self.found, self.ratios = dict[object, Any](), list[float]()
 
     def estimate_s(self, candidate: Candidate) -> float:
         """The time of a step in closed form: kernels and the ramps of equal stages, bytes within
@@ -131,17 +128,15 @@ class PlanCosts:
         self, candidate: Candidate, copies: list[Copy] | None = None
     ) -> RankedPlan | RefusedPlan:
         """The predicted memory and time of a plan, or why it cannot run; a sum over copies."""
-        if candidate not in self.known or copies:
-            try:
-                found = self._ranked(candidate, copies or self._copies(candidate))
-            except InputError as error:
-                found = RefusedPlan(candidate.plan, str(error), candidate.rows)
-            self.known[candidate] = found
-        return self.known[candidate]
+        try:
+            if copies is not None:
+                return self._ranked(candidate, copies)
+            return self._once(candidate, lambda: self._ranked(candidate, self._copies(candidate)))
+        except InputError as error:
+            return RefusedPlan(candidate.plan, str(error), candidate.rows)
 
     def _ranked(self, candidate: Candidate, copies: list[Copy]) -> RankedPlan | RefusedPlan:
         (plan, rows), peak_bytes, kept_bytes = candidate, 0.0, 0.0
-        least_bytes = self.least_bytes(candidate)
         for place in self._places(candidate):
             found = [
                 self.model.of(each.plan, rows, _rank_at(each.plan, place), each.depth)
@@ -149,25 +144,19 @@ class PlanCosts:
             ]
             peak_bytes = max(peak_bytes, _sum(copies, [each.device_peak for each in found]))
             kept_bytes = max(kept_bytes, _sum(copies, [each.activations for each in found]))
-            ratio = peak_bytes / max(1, least_bytes)
-            for kind in (None, _kind(candidate)):
-                self.ratios[kind] = min(ratio, self.ratios.get(kind, ratio))
+            self.ratios.append(peak_bytes / max(1, self.least_bytes(candidate)))
             if (over := int(peak_bytes) - self.room) > 0:
                 return too_large(candidate, over)
         firsts = [self.model.of(each.plan, rows, depth=each.depth) for each in copies]
-        time, sent = self._time(plan, copies, firsts), self._sent(copies, firsts)
+        time, sent = self._time(copies, firsts), self._sent(copies, firsts)
         return RankedPlan(plan, rows, time, int(peak_bytes), sent, int(kept_bytes))
 
-    def _time(self, plan: Plan, copies: list[Copy], found: list[Prediction]) -> StepTime:
+    def _time(self, copies: list[Copy], found: list[Prediction]) -> StepTime:
         times = [each.step_time(self.cluster) for each in found]
-        return replace(
-            times[-1],
-            compute_s=_sum(copies, [each.compute_s for each in times]),
-            exposed_s=_sums(copies, [each.exposed_s for each in times]),
-            bubble_s=_sum(copies, [each.bubble_s for each in times]),
-            update_s=_sum(copies, [each.update_s for each in times]),
-            flops=_sum(copies, [each.flops for each in times]),
-        )
+        names = ("compute_s", "bubble_s", "update_s", "flops")
+        sums = {name: _sum(copies, [getattr(each, name) for each in times]) for name in names}
+        exposed_s = _sums(copies, [each.exposed_s for each in times])
+        return replace(times[-1], exposed_s=exposed_s, **sums)
 
     def _sent(self, copies: list[Copy], found: list[Prediction]) -> dict[str, int]:
         sent = [Counter[str]() for _ in found]
@@ -178,7 +167,7 @@ class PlanCosts:
 
     def _copies(self, candidate: Candidate) -> list[Copy]:
         """What is predicted in place of a deep model, or the plan itself.  Numbers are linear in
-        the number of blocks removed from every stage, and in the number of middle stages.
+        the number of blocks removed from every stage.
         """
         plan, blocks = candidate.plan, self.model.blocks
         counts = self._counts(plan)
@@ -187,29 +176,14 @@ class PlanCosts:
         if plan.recompute_budget_bytes:
             return self._copies_of_budget(candidate, blocks.number)
         few, more = GATHERED if plan.row == "zero3" else DEPTHS
-        least, ranks = min(counts), plan.mesh.size_of(PIPELINE)
-        small = len(counts) * (2 * least - few - more) < blocks.number
-        depths = {least: 1.0} if small else _line(few, more, least)
-        hosts = plan.size // ranks % self.cluster.devices_per_host == 0
-        many = hosts and ranks > max(STAGES) and plan.microbatches * min(STAGES) % ranks == 0
-        many = many and {*self._places(candidate)} <= {0, 1, ranks - 1}
-        sizes = _line(*STAGES, ranks) if many else {ranks: 1.0}
-        if len(depths) == len(sizes) == 1:
+        least = min(counts)
+        if len(counts) * (2 * least - few - more) < blocks.number:
             return [Copy(1.0, plan)]
         found = list[Copy]()
-        for (depth, a), (size, b) in product(depths.items(), sizes.items()):
-            own, chunks = counts, len(counts) // ranks
-            if many:
-                own = (own[0], *[max(own[1:-1])] * (size * chunks - 2), own[-1])
-            own = tuple(n - least + depth for n in own)
-            axes = tuple((axis, size if axis == PIPELINE else n) for axis, n in plan.axes)
-            few = replace(plan, axes=axes, stages=own if plan.pipeline else None)
-            if many and few.pipeline:
-                runs = plan.microbatches // plan.accumulate
-                few = replace(
-                    few, schedule=few.pipeline.replace(f":{runs}", f":{runs * size // ranks}")
-                )
-            found.append(Copy(a * b, few, sum(own)))
+        for depth, weight in _line(few, more, least).items():
+            own = tuple(n - least + depth for n in counts)
+            changed = replace(plan, stages=own if plan.pipeline else None)
+            found.append(Copy(weight, changed, sum(own)))
         return found
 
     def _copies_of_budget(self, candidate: Candidate, number: int) -> list[Copy]:
@@ -277,9 +251,8 @@ class PlanCosts:
         return int(max(self._by_place(candidate).values()))
 
     def likely_bytes(self, candidate: Candidate) -> float:
-        """The same, times what predictions of such plans exceeded it by at least."""
-        known = self.ratios.get(None, 1.0)
-        return self.least_bytes(candidate) * self.ratios.get(_kind(candidate), known)
+        """The same, times what predictions exceeded it by at least."""
+        return self.least_bytes(candidate) * min(self.ratios, default=1.0)
 
     def _by_place(self, candidate: Candidate) -> dict[int, float]:
         """That of each pipeline rank that may store most: stored states and kept activations.
@@ -312,25 +285,17 @@ class PlanCosts:
     def _stored(self, plan: Plan, numel: float, states: int, kept: float) -> float:
         """The bytes of `numel` parameters by the states table, and those that autograd keeps."""
         numel /= plan.mesh.size_of(TENSOR) * plan.ep
-        n = plan.size / (plan.mesh.size_of(PIPELINE) * plan.mesh.size_of(TENSOR))
-        if (
-            plan.microbatches == 1 and not plan.offload
-        ):  # backward makes the gradients, and frees what is kept
+        n = plan.size // (plan.mesh.size_of(PIPELINE) * plan.mesh.size_of(TENSOR))
+        if plan.microbatches == 1 and not plan.offload:
+            # backward makes the gradients, and frees what is kept
             kept = max(0.0, kept - numel * 2 / (n if plan.row in ("zero2", "zero3") else 1))
         if plan.offload == "param":
             return kept
-        short = SHORT_BYTES
-        sums, wide = (0, 0) if plan.offload else (short, 4 * (1 + states))
-        rows = {
-            "ddp": (short + sums + wide, 0),
-            "zero1": (short + sums, wide),
-            "zero2": (short, sums + wide),
-            "zero3": (0, short + sums + wide),
-        }
-        whole, shared = rows[plan.row]
+        sums, wide = (0, 0) if plan.offload else (SHORT_BYTES, 4 * (1 + states))
+        stored = bytes_per_parameter(ROWS[plan.row], n, SHORT_BYTES, sums, wide)
         if plan.pipeline is not None and plan.row in ("zero2", "zero3"):
-            whole += sums  # gradients of a stage are summed at its end
-        return numel * (whole + shared / n) + kept
+            stored += sums  # gradients of a stage are summed at its end
+        return numel * stored + kept
 
     def _row(self, plan: Plan) -> ModelCosts:
         if plan.recompute_budget_bytes:
@@ -350,49 +315,35 @@ class PlanCosts:
         return self.found[key]
 
     def _one_row(self, plan: Plan) -> ModelCosts:
-        """Recorded, but recomputation on tensor ranks: these compute equal parts of what it adds
-        on one rank, and repeat the messages of the forward pass where blocks are recomputed.
+        """The costs of the model, on the line through those of copies; recomputation changes only
+        those of blocks.
         """
-        ranks = plan.mesh.size_of(TENSOR)
-        if ranks == 1 or plan.recompute is None:
-            return self._of_blocks([self._costs(found) for found in self._few(plan)])
-        axes = tuple((axis, size) for axis, size in plan.axes if axis != TENSOR)
-        alone, full = replace(plan, axes=axes, sp=False), plan.recompute == "full"
-        every = (replace(plan, recompute=None), replace(alone, recompute=None), alone)
-        found = list[RowCosts]()  # of the whole, and of its blocks
-        for plain, once, again in zip(*(self._row(each)[:2] for each in every), strict=True):
-            kernels_s = plain.kernels_s + (again.kernels_s - once.kernels_s) / ranks
-            kept = again.kept_bytes / ranks
-            kept += 0.0 if full else plain.kept_bytes - once.kept_bytes / ranks
-            moves_s = plain.moves_s + plain.forward_s * REPEATED.get(plan.recompute, 0.0)
-            found.append(plain._replace(kernels_s=kernels_s, moves_s=moves_s, kept_bytes=kept))
-        return ModelCosts(found[0], found[1], self._row(alone).states)
-
-    def _few(self, plan: Plan) -> list[Prediction]:
-        return [self.model.one_row(plan, n) for n in (DEPTHS if self.model.blocks else (None,))]
-
-    def _of_blocks(self, found: Sequence[RowCosts]) -> ModelCosts:
-        """The costs of the model, on the line through those of copies."""
-        blocks, few, more = self.model.blocks, found[0], found[-1]
-        number, rest = (blocks.number, blocks.number - DEPTHS[0]) if blocks else (0, 0)
-        block = [b - a for a, b in zip(few, more, strict=True)]
-        whole = RowCosts(*(a + rest * n for a, n in zip(few, block, strict=True)))
-        inside = RowCosts(*(number * n for n in block))
-        return ModelCosts(whole, inside, state_tensors(self.model.options.spec))
+        (few, more), blocks = DEPTHS, self.model.blocks
+        states = state_tensors(self.model.options.spec)
+        first = self._costs(self.model.one_row(plan, few if blocks else None))
+        if blocks is None:
+            return ModelCosts(first, first.plus(first, -1.0), states)
+        if plan.recompute:
+            plain = self._row(replace(plan, recompute=None))
+            inside = first.plus(plain.whole, -1.0).plus(plain.blocks)  # of few
+        else:
+            second = self._costs(self.model.one_row(plan, more))
+            inside = first.plus(first, -1.0).plus(second.plus(first, -1.0), few / (more - few))
+        block = inside.plus(inside, 1 / few - 1)
+        whole = first.plus(block, blocks.number - few)
+        return ModelCosts(whole, block.plus(block, blocks.number - 1), states)
 
     def _costs(self, found: Prediction) -> RowCosts:
         """The costs of a recorded row, without weights, launches and latencies that rows share."""
         fast = {name: getattr(self.cluster, name) for name in ("inside", "between")}
         fast = {name: link.model_copy(update={"latency_s": 0.0}) for name, link in fast.items()}
         network = Network(self.cluster.model_copy(update=fast), found.plan, found.rank)
-        step, seconds = found.dry_step, dict[str, float]()
-        for phase in ("forward", "backward"):
-            sent = {key: n for key, n in step.sent.items() if key.phase == phase}
-            seconds[phase] = sum(network.seconds(sent).values())
+        step = found.dry_step
+        sent = {key: n for key, n in step.sent.items() if key.phase in ("forward", "backward")}
+        moves_s = sum(network.seconds(sent).values())
         operations = [each for each in step.issued if isinstance(each, Operation)]
         numel = sum(step.trained) * found.plan.mesh.size_of(TENSOR)
-        moves_s, kernels_s = sum(seconds.values()), self._growing_s(operations)
-        return RowCosts(kernels_s, moves_s, seconds["forward"], found.activations, numel)
+        return RowCosts(self._growing_s(operations), moves_s, found.activations, numel)
 
     def _growing_s(self, operations: Sequence[Operation]) -> float:
         products = [each for each in operations if each.done_flops]
@@ -401,21 +352,14 @@ class PlanCosts:
         return computing_s + SHARED * moved_bytes / self.cluster.bytes_per_s
 
 
-def _kind(candidate: Candidate) -> object:
-    """What the peak memory depends on beside stored states and kept activations."""
-    plan, rows = candidate
-    word = (plan.pipeline or "").partition(":")[0]
-    return plan.mesh.size_of(TENSOR), plan.cp, rows, plan.recompute, word
-
-
 def _line(a: int, b: int, at: int) -> dict[int, float]:
     """The weights of the values at a and b of a linear function, whose sum is that at `at`."""
     return {a: (b - at) / (b - a), b: (at - a) / (b - a)}
 
 
 def _rank_at(plan: Plan, place: int) -> int:
-    """The rank at a place of the pipeline; the last place stays the last with fewer stages."""
-    return plan.mesh.line(PIPELINE, 0)[min(place, plan.mesh.size_of(PIPELINE) - 1)]
+    """The rank at a place of the pipeline."""
+    return plan.mesh.line(PIPELINE, 0)[place]
 
 
 def _sum(copies: Iterable[Copy], values: Iterable[float]) -> float:

@@ -15,7 +15,7 @@ All in bf16.  Every rank has equally many rows.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, Final, NamedTuple
 
@@ -71,10 +71,6 @@ def candidates(task: PlanTask) -> Iterator[Candidate]:
         allowed = f"a multiple of the data ranks; the fewest data ranks of a plan are {least}"
         raise bad(given, allowed, f"--batch {task.ranks}")
     yield from (Candidate(Plan.parse(text), rows) for text, rows in texts)
-
-
-def offloaded(candidate: Candidate, word: str) -> Candidate:
-    return candidate._replace(plan=replace(candidate.plan, offload=word))
 
 
 class MeshSizes(NamedTuple):

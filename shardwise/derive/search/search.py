@@ -40,7 +40,6 @@ from shardwise.derive.search.result import (
     RefusedPlan,
     SearchResult,
     candidates,
-    offloaded,
 )
 from shardwise.prediction.cluster import Cluster
 from shardwise.prediction.time.step_time import stage_times
@@ -64,10 +63,10 @@ def best_plans(
     """The ranking of the first plans by their estimates. Raises InputError."""
     costs = PlanCosts(model, cluster)
     plain = list(candidates(task))
-    every = [plain, *([offloaded(each, word) for each in plain] for word in OFFLOADED)]
     ranked, refused, slower = list[RankedPlan](), list[RefusedPlan](), 0
-    for chosen in every:
+    for word in (None, *OFFLOADED):
         if not ranked:
+            chosen = (Candidate(replace(plan, offload=word), rows) for plan, rows in plain)
             ranked, refused, slower = _ranked(chosen, costs, count, refused)
     refused.sort(key=lambda each: (not each.over_bytes, each.over_bytes))
     return SearchResult(cluster, task.ranks, task.batch, tuple(ranked), tuple(refused), slower)
