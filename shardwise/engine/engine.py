@@ -32,7 +32,7 @@ from shardwise.engine.checks.consistency import ConsistencyCheck, share_sums
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.norm import LossScale, LossWeights
 from shardwise.engine.optimizer.optimizer_state import Catalogue
-from shardwise.engine.optimizer.updating import Updates, optimizer_and_thread
+from shardwise.engine.optimizer.updating import Updates, optimizer_of
 from shardwise.engine.options import Build, Training
 from shardwise.engine.precision import DTYPES
 from shardwise.engine.rank_zero_weights import RankZeroWeights
@@ -78,23 +78,21 @@ class Engine:
         self.scale = LossScale(on=self.plan.precision == "fp16")
         self.guard = self._guard()
         with self.ledger.phase("start"):
-            offload, tiers = self.plan.offloaded, self.world.tiers
-            self.optimizer, host = optimizer_and_thread(
-                training.optimizer, self.data, tiers, self.disk, offload, lambda: self.steps
-            )
+            tiers, offload = self.world.tiers, self.plan.offloaded
+            self.optimizer = optimizer_of(training.optimizer, self.data, tiers, self.disk)
         self.optimizer.compare_on(self.consensus.same)
         if self.guard.by_norm:
             self.data.leave_device = self.optimizer.see
         self.passes = sharded.passes(model, self._objective, training.check_every.rerun)
         self.updates = Updates(
             self.optimizer,
-            host,
             self.data,
             self.guard,
             self.scale,
             norms=sharded.norms,
             over_stages=self._over_stages,
             clip=training.clip,
+            delays=lambda: offload is not None and offload.delays(self.steps),
             by_schedule=self.passes.updates_stages(self.optimizer, self.guard),
         )
         self.steps = self.steps_run = 0  # of the run, and of this engine
@@ -358,7 +356,7 @@ class Engine:
         """
         step_end.report(self)
         self.data.units.take_assigned()
-        if self.updates.pending:
+        if self.updates.running:
             self.data.units.to_sharded()
             with self.ledger.phase("update"):
                 self.updates.finish()

@@ -127,7 +127,7 @@ def waiting(world: World, width: int, plan: str) -> tuple[Held, Used, int, str, 
     return held, used, chunks, disk_line(engine), on_host
 
 
-COUNTS = 4 * 4  # bytes of the step counts of four parameters, which an update copies
+COUNTS = 2 * 4  # bytes of the step counts of two runs of parameters, which an update copies
 
 
 @pytest.mark.full

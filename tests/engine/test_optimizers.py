@@ -97,6 +97,7 @@ def test_optimizers_over_pieces_of_all_dimensions(kind: Any):
 
 RESETS: dict[str, Any] = {
     "cleared": lambda optim, _: optim.state.clear(),
+    "read": lambda optim, p: optim.state[p]["step"].item(),
     "dropped": lambda optim, p: optim.state.pop(p),
     "replaced": lambda optim, p: optim.state[p].update(step=torch.ones(())),
     "dampened": lambda optim, _: optim.param_groups[0].update(momentum=0.9, dampening=0.5),

@@ -1,46 +1,54 @@
-"""The optimizer over shards: any torch.optim class on this rank's pieces, or on tensors it owns.
+"""The optimizer over shards: any torch.optim class on this rank's blocks, or on tensors it owns.
 
-Its two classes have masters and states, and step, in the memory of the device or the host
-(memory_optimizer.py) or on a disk (disk_optimizer.py).  updating.py decides when and on which
-thread an update runs.
+fp32, fp64    the class steps on this rank's blocks of the flat parameters (flat_parameter.py)
+bf16, fp16    it steps on fp32 masters of the blocks, one unit at a time:
+              master.grad = gradient in fp32;  step;  block = master in 16 bits
+              A parameter costs 2 (weight) + 2 (gradient) + 12 (master, two moments) bytes, and 4
+              more for one unit at a time.
+offload       masters (fp32, or the dtype of the weight), their gradients and their states are in
+              host memory, where the class steps on them.  Then `publish` copies the updated
+              masters to the device, in the dtype of the weight.  Parameters that rest in host
+              memory too are updated there, as above.
+disk          all of them are in a file: techniques/offload/disk_optimizer.py
 
-A parameter that had no gradient on any rank is left alone, its step count too, exactly as one
-process would.
+updating.py decides when and on which thread an update runs.  A parameter that had no gradient on
+any rank is left alone, its step count too, exactly as one process would.
 
 It is a `torch.optim.Optimizer`, so that torch's schedulers take it: it shares `param_groups` with
-torch's own optimizer, and the next step uses the rates that a scheduler writes there.
-
-    group 0       "default": the parameters that match no pattern of the specification, maybe none
-    group k       "name" is its pattern k; the same groups on every rank, some maybe empty
+torch's own optimizer, and the next step uses the rates that a scheduler writes there.  Groups have
+the model's parameters; in an update they have runs of them (runs.py).
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.comm.tiers.tiers import Tiers
+from shardwise.comm.tiers.tiers import Tiers, begin_copy
 from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import short_repr
 from shardwise.core.tools.tree import leaves
 from shardwise.engine.optimizer import optimizer_state as groups
 from shardwise.engine.optimizer.norm import counts, squares
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec, even_out, is_fused
+from shardwise.engine.optimizer.optimizer_state import State
 from shardwise.engine.optimizer.owners import Owners
+from shardwise.engine.optimizer.runs import Runs, States
 from shardwise.engine.precision import HALF
 from shardwise.techniques.data.checksum import versions
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.same_on_ranks import SameOnRanks, named_parts
+from shardwise.techniques.data.units import Units
 
 #: A tensor that an engine keeps between steps: its category, its flat group if any, and itself.
 Owned = tuple[str, Flat | None, Tensor]
-#: What a step of torch's optimizer updates: the number of its group, and the tensor.
-Member = tuple[int, nn.Parameter]
+#: The gradient of a block, if there is any, and for each parameter whether it has one.
+Gradient = tuple[Tensor | None, Sequence[bool]]
 
 
 class Factor(NamedTuple):
@@ -50,101 +58,113 @@ class Factor(NamedTuple):
     skips: Tensor | None = None
 
 
-@contextmanager
-def as_pieces(flats: Sequence[Flat]) -> Iterator[None]:
-    """Parameters are this rank's pieces inside: classes as Adagrad create their state at once."""
-    shown = [(p, p.data) for flat in flats for p in flat.params]
-    for flat in (flat for flat in flats if flat.split):
-        for i, p in enumerate(flat.params):
-            p.data = flat.views.piece(i, flat.shard)
-    try:
-        yield
-    finally:
-        for p, data in shown:
-            p.data = data
-
-
-class ShardedOptimizer(Optimizer, ABC):
-    """One torch optimizer over the pieces of trained flat groups that this rank updates.
+class ShardedOptimizer(Optimizer):
+    """One torch optimizer over the blocks of trained flat groups, on the tiers of their rows.
 
     `masters` are by the number of a flat group; `engine.step` drives it.
     """
 
-    tiers: Tiers
-    #: Whether all flat groups are updated in one call.
-    together = True
-    #: Whether an update multiplies gradients of 32 bits and more in place.
-    scales_in_place = True
+    #: Whether an update streams through buffers.
+    streams = False
 
     def __init__(
-        self, spec: OptimizerSpec, flats: Sequence[Flat], masters: Mapping[int, Tensor]
+        self, spec: OptimizerSpec, flats: Sequence[Flat], tiers: Tiers, units: Units
     ) -> None:
-        self.spec, self.flats, self.masters = spec, flats, masters
+        self.spec, self.flats, self.tiers, self.units = spec, flats, tiers, units
+        self.together = spec.together or self.streams  # all flat groups are updated in one call
+        self.names = [name for flat in flats for name in flat.names]
+        found = {k: self._master(k, flat) for k, flat in enumerate(flats)}
+        self.masters = {k: master for k, master in found.items() if master is not None}
+        self.seen: dict[Flat, Tensor] = {}  # squares of gradients of this step that left the device
         self.owners = Owners(spec.is_whole, flats)
-        self.targets = [self._targets(k, flat) for k, flat in enumerate(self.flats)]
-        named = [
-            pair
-            for flat, targets in zip(self.flats, self.targets, strict=True)
-            for pair in zip(flat.names, targets, strict=True)
+        targets = self.owners.targets.items()
+        self.runs = [
+            Runs(flat, spec, self.block(k), {i: p for (of, i), p in targets if of == k})
+            for k, flat in enumerate(flats)
         ]
-        self.names = [name for name, _ in named]
-        with as_pieces(self.flats):
-            self.torch = spec.build(named)
-            super().__init__(self.torch.param_groups, {})
-        self.defaults = self.torch.defaults
+        for k in range(len(flats)):  # classes as Adagrad create their state at once
+            self._attach(k, (None, ()))
+        every = [run for runs in self.runs for run in runs.every]
+        self.torch = spec.build([(run.group, run.param) for run in every])
+        for run in every:
+            run.detach()
+        for runs in self.runs:
+            runs.state = self.torch.state
+        places = [(runs, i) for runs in self.runs for i in range(len(runs.groups))]
+        for number, group in enumerate(self.torch.param_groups):
+            own = [(runs.flat, i) for runs, i in places if runs.groups[i] == number]
+            group["params"] = [flat.params[i] for flat, i in own]
+            group["param_names"] = [flat.names[i] for flat, i in own]
+        super().__init__(self.torch.param_groups, {})
+        self.defaults, self.param_groups = self.torch.defaults, self.torch.param_groups
+        self.state: Any = States(self)
         self.had_states = False
-        self.replaced = False  # whether the program has put states in the place of others
         self.noted = 0  # a number of the states after the last update: see `versions`
-        self.param_groups, self.state = self.torch.param_groups, self.torch.state  # shared
         self.spec_options = [groups.options(group) for group in self.param_groups]
-        numbered = enumerate(self.param_groups)
-        self.group_of = {id(p): number for number, group in numbered for p in group["params"]}
         self.factor: Tensor | float = 1.0  # of the last step
-
-    def _targets(self, k: int, flat: Flat) -> list[nn.Parameter]:
-        if k not in self.masters:
-            found = list(flat.params)
-        else:
-            parts = (flat.views.part(i, self.masters[k]) for i in range(len(flat.params)))
-            found = [nn.Parameter(part) for part in parts]
-        return [self.owners.targets.get((k, i), target) for i, target in enumerate(found)]
 
     # --- where masters and states are -----------------------------------------------------------
 
-    @abstractmethod
-    def begin_update(self, chosen: Sequence[int], factor: Factor) -> Callable[[], None]:
-        """The update of flat groups from their gradients of now, each times `factor`."""
+    def _master(self, _: int, flat: Flat) -> Tensor | None:
+        """A copy of the shard on the tier of its optimizer state, with 32 bits or more."""
+        half, rests = flat.dtype in HALF, flat.shard
+        if not (half or flat.moves.publish):
+            return None
+        if not flat.moves.offload:
+            return rests.float()
+        if not flat.moves.fetch:
+            rests = begin_copy(rests, self.tiers, "device", "host").wait()
+        return self.tiers.empty(rests.numel(), torch.float32).copy_(rests) if half else rests
 
-    @abstractmethod
+    def block(self, k: int) -> Tensor:
+        """What an update of the k-th flat parameter writes to."""
+        return self.masters.get(k, self.flats[k].shard)
+
+    def states(self) -> dict[Tensor, State]:
+        """The states by the model's parameters, of those that have one."""
+        return dict(chain.from_iterable(runs.states().items() for runs in self.runs))
+
+    @torch.no_grad()
     def room(self, k: int, index: int, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         """New memory for a state tensor of a parameter of the k-th flat, on the state's tier."""
+        flat = self.flats[k]
+        group = self.param_groups[self.runs[k].groups[index]]
+        place = groups.device_of(key, self.block(k), group)
+        made = torch.zeros(tuple(size), dtype=dtype, device=place)
+        return self.tiers.own(made) if flat.moves.offload else made
 
-    @abstractmethod
+    @torch.no_grad()
     def loaded(self) -> None:
         """After masters were written from outside: copy them to the weights."""
-
-    def loading(self) -> None:
-        """Before a checkpoint is read into masters and states."""
+        for k in range(len(self.flats)):
+            self._follow_states(k)
+            self._end_step(k)
+        self.publish([self.flats[k] for k in self.masters])
 
     def expose(self) -> None:
         """Before masters and states are read from outside."""
 
+    @torch.no_grad()
     def see(self, flat: Flat) -> None:
         """A reduced gradient is about to leave the device, and its squares will be needed."""
-
-    def publish(self, flats: Sequence[Flat]) -> None:
-        """Copy updated masters to the tier of their weights, unless the update has done so."""
+        if flat.grads.gshard is not None and counts(flat):
+            self.seen[flat] = squares(flat)
 
     def squares(self, flats: Sequence[Flat]) -> list[Tensor]:
-        """Of the gradients in this rank's blocks, on their tiers, without what others count."""
-        return [squares(f) for f in flats if f.grads.gshard is not None and counts(f)]
+        """Of the gradients in this rank's blocks, without what others count."""
+        own = [flat for flat in flats if flat.grads.gshard is not None and counts(flat)]
+        return [self.seen.pop(flat) if flat in self.seen else squares(flat) for flat in own]
 
-    def held(self) -> Iterable[Mapping[str, Any]]:
-        """States that only updates of this thread and the program write to."""
-        return ()
-
-    def switch(self, mode: str) -> None:
-        """Call torch's `optimizer.eval()` or `train()`, which may write to the parameters."""
+    @torch.no_grad()
+    def publish(self, flats: Sequence[Flat]) -> None:
+        """Copy the masters that are in host memory to weights on the device."""
+        for k in self._chosen(flats):
+            flat = self.flats[k]
+            if (tier := flat.moves.publish) and not self.streams:
+                source = self.masters[k]
+                if flat.dtype in HALF:
+                    source = self.tiers.empty(source.numel(), flat.dtype).copy_(source)
+                begin_copy(source, self.tiers, "host", tier, flat.shard).wait()
 
     # --- the update ---------------------------------------------------------------------------
 
@@ -172,60 +192,107 @@ class ShardedOptimizer(Optimizer, ABC):
             hook(self, (), {})
 
     def update(self, flats: Sequence[Flat], factor: Factor) -> None:
-        self.follow(flats)  # not all: others may be becoming pieces in the main thread
-        self.torch.param_groups = self.param_groups
-        self._begin(flats, factor)()
+        self.begin(flats, factor)()
+        self.publish(flats)
 
-    def later(self, flats: Sequence[Flat], factor: Factor) -> Callable[[], None]:
-        """The update of `flats`, all in host memory, as a function that may run beside a step.
+    def begin(
+        self, flats: Sequence[Flat], factor: Factor, *, later: bool = False
+    ) -> Callable[[], None]:
+        """The update of `flats` from their present gradients, as a function; then `publish`.
 
-        It uses the options that the groups have now and the present gradients: the next ones arrive
-        in other memory.
+        If it runs beside the next step, `later`, it uses the options that the groups have now, and
+        the next gradients arrive in other memory.
         """
-        self.torch.param_groups = [dict(group) for group in self.param_groups]
-        update = self._begin(flats, factor)
-        self.clear(flats)
-        for flat in flats:
-            flat.grads.swap()
-        return update
-
-    def _begin(self, flats: Sequence[Flat], factor: Factor) -> Callable[[], None]:
+        self.follow(flats)
         self.factor = factor.value
         self._opt_called = True  # torch's schedulers check that
-        return self.begin_update(self._chosen(flats), factor)
+        grads = {k: self.flats[k].grads for k in self._chosen(flats)}
+        if isinstance(factor.value, Tensor) or factor.value != 1.0:
+            for k, each in grads.items():
+                if each.gshard is not None and self.scales_in_place(self.flats[k]):
+                    each.gshard.mul_(factor.value)
+        now = {k: (each.gshard, [*each.used]) for k, each in grads.items()}
+        for each in grads.values() if later else ():
+            each.clear()
+            each.swap()
+        own = [dict(group) for group in self.param_groups] if later else self.param_groups
+        return partial(self._update, now, factor, own)
+
+    def _update(
+        self, gradients: Mapping[int, Gradient], factor: Factor, own: list[dict[str, Any]]
+    ) -> None:
+        """Update flat groups in one call; 16-bit ones one by one, for their fp32 gradients."""
+        half = [k for k in gradients if self.flats[k].dtype in HALF]
+        wide = [k for k in gradients if k not in half]
+        parts = [[*gradients]] if self.together else [wide, *([k] for k in half)]
+        for part in filter(None, parts):
+            for k in part:
+                self._attach(k, gradients[k], factor.value)
+            with self._stepping(part, own, factor):
+                self.torch.step()
+            for k in part:
+                self._end_step(k)
+
+    def scales_in_place(self, flat: Flat) -> bool:
+        """Whether an update multiplies the gradient itself, not a copy in 32 bits or a buffer."""
+        return not (self.streams or flat.dtype in HALF)
+
+    def _attach(self, k: int, gradient: Gradient, scale: Tensor | float = 1.0) -> None:
+        """Let the runs be parts of the block and, if used, of the gradient."""
+        block, (values, used) = self.block(k), gradient
+        self.tiers.settle(block)
+        if values is not None and self.flats[k].dtype in HALF:
+            values = values.float().mul_(scale)
+        self.runs[k].part(used)
+        for run in self.runs[k].every:
+            run.attach(block, values if used and used[run.indices[0]] else None)
+
+    @contextmanager
+    def _stepping(
+        self, part: Sequence[int], own: list[dict[str, Any]], factor: Factor | None = None
+    ) -> Iterator[None]:
+        """Inside, these groups of torch's optimizer have runs, and tensors that this rank owns are
+        whole, with their gradients times `factor`; at the end all ranks get theirs.
+        """
+        weights = {k: self.block(k) for k in part}
+        self.owners.collect(weights, None if factor is None else factor.value)
+        shown, runs = [group["params"] for group in own], [self.runs[k] for k in part]
+        self.torch.param_groups = own
+        vars(self.torch)["found_inf"] = factor and factor.skips  # which torch's fused kernels read
+        try:
+            for group in own:
+                group["params"] = []
+            for run in chain.from_iterable(each.every for each in runs):
+                own[run.group]["params"].append(run.param)
+            even_out(self.torch)
+            yield
+        finally:
+            vars(self.torch)["found_inf"] = None
+            for group, params in zip(own, shown, strict=True):
+                group["params"] = params
+            for run in chain.from_iterable(each.every for each in runs):
+                run.detach()
+        self.owners.give(weights)
+
+    def _end_step(self, k: int) -> None:
+        flat = self.flats[k]
+        for run in self.runs[k].every if flat.moves.offload else ():
+            for value in leaves(self.torch.state.get(run.param), Tensor):
+                self.tiers.own(value)  # a state is where its master is
+        if k in self.masters and not flat.moves.publish:
+            self.tiers.settle(flat.shard)
+            flat.shard.copy_(self.masters[k])
 
     def _chosen(self, flats: Sequence[Flat]) -> list[int]:
         return [k for k, flat in enumerate(self.flats) if flat in flats]
-
-    def end_update(self, flats: Sequence[Flat]) -> None:
-        self.publish(flats)
-        self.clear(flats)
 
     def clear(self, flats: Sequence[Flat]) -> None:
         for flat in flats:
             flat.grads.clear()
 
-    @contextmanager
-    def only(self, members: Iterable[Member], skips: Tensor | None = None) -> Iterator[None]:
-        """Inside, torch's optimizer has `members` alone, and skips their update by `skips`."""
-        groups = self.torch.param_groups
-        everyone = [group["params"] for group in groups]
-        vars(self.torch)["found_inf"] = skips  # which torch's fused kernels read
-        try:
-            for group in groups:
-                group["params"] = []
-            for number, target in members:
-                groups[number]["params"].append(target)
-            even_out(self.torch)
-            yield
-        finally:
-            vars(self.torch)["found_inf"] = None
-            for group, params in zip(groups, everyone, strict=True):
-                group["params"] = params
-
     @torch.no_grad()
     def follow(self, flats: Sequence[Flat]) -> None:
-        """Copy weights of `flats` that the program has written to their masters."""
+        """Take over weights and states of `flats` that the program has written."""
         for k in self._chosen(flats):
             flat = self.flats[k]
             flat.take_assigned()
@@ -235,6 +302,16 @@ class ShardedOptimizer(Optimizer, ABC):
                     weights = weights.to(master.device)
                 written = weights != master.to(weights.dtype)
                 master.copy_(torch.where(written, weights, master))
+            self._follow_states(k)
+
+    def _follow_states(self, k: int) -> None:
+        """Take over the states that the program, or a checkpoint, has set."""
+        if self.state.taken:
+            params = self.flats[k].params
+            if changed := self.state.changed(params):
+                self.runs[k].arrange(self.runs[k].states() | changed)
+            for p in params:
+                self.state.taken.pop(p, None)
 
     def eval(self) -> None:
         """Give the model the weights to evaluate and to save, of a schedule-free optimizer.
@@ -247,6 +324,7 @@ class ShardedOptimizer(Optimizer, ABC):
         """Give the model the weights to train, before the first step and after `eval`."""
         self._switch("train")
 
+    @torch.no_grad()
     def _switch(self, mode: str) -> None:
         if not hasattr(self.torch, mode):
             raise bad(
@@ -255,8 +333,14 @@ class ShardedOptimizer(Optimizer, ABC):
                 "engine.evaluate(batch), which needs no switch",
             )
         self.follow(self.flats)
-        self.torch.param_groups = self.param_groups
-        self.switch(mode)
+        self.units.to_sharded()
+        every = range(len(self.flats))
+        for k in every:
+            self._attach(k, (None, ()))
+        with self._stepping(every, self.param_groups):
+            getattr(self.torch, mode)()
+        self.loaded()
+        self.units.begin_unshard()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: `engine.step` clears each gradient after its update."""
@@ -283,10 +367,10 @@ class ShardedOptimizer(Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the options of the groups. Raises InputError for groups of another spec."""
         saved_groups: Any = state_dict
-        if isinstance(saved_groups, Mapping):
-            saved_groups = state_dict.get("param_groups")
-        listed = isinstance(saved_groups, list) and all(isinstance(g, dict) for g in saved_groups)
-        names: Any = [g.get("name") for g in saved_groups] if listed else short_repr(saved_groups)
+        try:
+            names: Any = [group["name"] for group in saved_groups["param_groups"]]
+        except (TypeError, KeyError):
+            names = short_repr(saved_groups)
         own = [group["name"] for group in self.param_groups]
         if names != own:
             raise bad(
@@ -294,7 +378,7 @@ class ShardedOptimizer(Optimizer, ABC):
                 f"the state_dict() of an engine's optimizer with the groups {own}",
                 "the same specification, or sw.load(engine, folder), which loads options that fit",
             )
-        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+        for group, saved in zip(self.param_groups, saved_groups["param_groups"], strict=True):
             groups.put(group, groups.options(saved))
 
     def changed(self) -> dict[str, dict[str, Any]]:
@@ -315,9 +399,10 @@ class ShardedOptimizer(Optimizer, ABC):
             called = f"the group {group['name']!r} of engine.optimizer"
             groups.require_options(group, first, called)
             found |= groups.compared(group, called)
-        found["missing states of engine.optimizer"] = self.had_states and not self.state
-        self.had_states = bool(self.state)
-        changed, self.replaced = self.replaced, False
+        left = self.state if self.state.taken else self.torch.state
+        found["missing states of engine.optimizer"] = self.had_states and not left
+        self.had_states = bool(self.torch.state)
+        changed = bool(self.state.changed(self.state.taken))
         return found, changed or (bool(self.noted) and self._noted() != self.noted)
 
     def note(self) -> None:
@@ -325,8 +410,9 @@ class ShardedOptimizer(Optimizer, ABC):
         self.noted = self._noted()
 
     def _noted(self) -> int:
-        held = [*self.held()]
-        return len(self.state) + versions(held) if any(held) else 0
+        if any(flat.moves.offload for flat in self.flats):  # which another thread may update
+            return 0
+        return len(self.torch.state) + versions(self.torch.state.values())
 
     def compare_on(self, same: SameOnRanks) -> None:
         """Let ranks compare masters of 16-bit weights, and states that no other thread writes."""
@@ -334,11 +420,12 @@ class ShardedOptimizer(Optimizer, ABC):
         half = [k for k in compared if k in self.masters and self.flats[k].dtype in HALF]
         name = partial(named_parts, "the fp32 master of ")
         same.add({(f := self.flats[k]): partial(name, f, self.masters[k]) for k in half})
-        same.add({self.flats[k]: partial(self._named_states, k) for k in compared})
+        same.add({self.flats[k]: partial(self._named_states, self.runs[k]) for k in compared})
 
-    def _named_states(self, k: int) -> Iterator[tuple[str, Tensor]]:
-        for name, target in zip(self.flats[k].names, self.targets[k], strict=True):
-            for key, value in self.state.get(target, {}).items():
+    def _named_states(self, runs: Runs) -> Iterator[tuple[str, Tensor]]:
+        states = runs.states()
+        for name, p in zip(runs.flat.names, runs.flat.params, strict=True):
+            for key, value in states.get(p, {}).items():
                 if isinstance(value, Tensor):
                     yield f"{key} of {name}", value
 
@@ -356,7 +443,7 @@ class ShardedOptimizer(Optimizer, ABC):
     def owns(self) -> Iterator[Owned]:
         """Every tensor that is kept for the update."""
         yield from (("optimizer", self.flats[k], master) for k, master in self.masters.items())
-        for flat, targets in zip(self.flats, self.targets, strict=True):
+        for run in chain.from_iterable(runs.every for runs in self.runs):
             # a copy: the host thread may be creating the state
-            states = [list(self.state.get(target, {}).values()) for target in targets]
-            yield from (("optimizer", flat, value) for value in leaves(states, Tensor))
+            state = [*self.torch.state.get(run.param, {}).values()]
+            yield from (("optimizer", run.flat, value) for value in leaves(state, Tensor))

@@ -7,7 +7,7 @@ unknown option or a negative rate raises there.
 
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any, TypedDict, Unpack
@@ -167,19 +167,17 @@ class OptimizerSpec:
                     stacklevel=3,
                 )
 
-    def build(self, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-        """Build the optimizer for `named`, fused if torch supports it.
+    def build(self, members: Iterable[tuple[int, nn.Parameter]]) -> Optimizer:
+        """Build the optimizer for parameters and their groups, fused if torch supports it.
 
         Group 0 is "default", then come one group for each pattern, empty if this rank has none of
         its parameters, and the rest.
         """
         groups: list[dict[str, Any]] = [
-            {"params": [], "param_names": [], **own, "name": name} for name, _, own in self.members
+            {"params": [], **own, "name": name} for name, _, own in self.members
         ]
-        for name, p in named:
-            group = groups[self.number(name, p.dim())]
-            group["params"].append(p)
-            group["param_names"].append(name)
+        for number, p in members:
+            groups[number]["params"].append(p)
         specs = [spec for _, spec, _ in self.members]
         kinds = list({id(spec): spec for spec in specs}.values())
         of = [next(k for k, kind in enumerate(kinds) if kind is spec) for spec in specs]
@@ -236,13 +234,18 @@ def Optim(  # noqa: N802
     return OptimizerSpec(kind, options, groups or {}, elementwise, rest)
 
 
-class AdamOptions(TypedDict, total=False):
-    """The options of torch's AdamW and Adam."""
+class _Options(TypedDict, total=False):
+    """The options that classes of torch have in common."""
 
     lr: float | Tensor
     weight_decay: float
     maximize: bool
     foreach: bool | None
+
+
+class AdamOptions(_Options, total=False):
+    """The options of torch's AdamW and Adam."""
+
     betas: tuple[float | Tensor, float | Tensor]
     eps: float
     amsgrad: bool
@@ -251,13 +254,9 @@ class AdamOptions(TypedDict, total=False):
     fused: bool | None
 
 
-class SGDOptions(TypedDict, total=False):
+class SGDOptions(_Options, total=False):
     """The options of torch's SGD."""
 
-    lr: float | Tensor
-    weight_decay: float
-    maximize: bool
-    foreach: bool | None
     momentum: float
     dampening: float
     nesterov: bool
@@ -273,13 +272,9 @@ class LionOptions(TypedDict, total=False):
     weight_decay: float
 
 
-class AdafactorOptions(TypedDict, total=False):
+class AdafactorOptions(_Options, total=False):
     """The options of torch's Adafactor."""
 
-    lr: float | Tensor
-    weight_decay: float
-    maximize: bool
-    foreach: bool | None
     beta2_decay: float
     eps: tuple[float | None, float]
     d: float

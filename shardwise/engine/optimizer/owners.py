@@ -65,23 +65,21 @@ class Owners:
         return nn.Parameter(like.new_zeros([0] * len(shape), dtype=wide))
 
     @torch.no_grad()
-    def collect(
-        self, weights: Mapping[int, Tensor], factor: Tensor | float, *, update: bool = True
-    ) -> None:
-        """Give this rank's targets their weights and, for an update, their gradients.
+    def collect(self, weights: Mapping[int, Tensor], factor: Tensor | float | None) -> None:
+        """Give this rank's targets their weights and, unless `factor` is None, their gradients.
 
         `weights` are the blocks of the flat groups; 16-bit gradients are multiplied by `factor`.
         """
         for places in self._messages(weights):
             coming = PieceExchange(self, places).begin(weights)
-            shards = {k: self.flats[k].grads.gshard for k, _ in places if update}
-            blocks = {k: shard for k, shard in shards.items() if shard is not None}
+            shards = {k: self.flats[k].grads.gshard for k, _ in places}
+            blocks = {k: x for k, x in shards.items() if x is not None and factor is not None}
             graded = [place for place in places if place[0] in blocks]
             gradients = PieceExchange(self, graded).begin(blocks).wait() if graded else {}
             for (k, i), whole in coming.wait().items():
                 target, shape = self.targets[k, i], self.flats[k].shapes[i]
                 target.data = whole.view(shape)
-                if self.flats[k].grads.used[i] and (k, i) in gradients:
+                if self.flats[k].grads.used[i] and factor is not None and (k, i) in gradients:
                     own = gradients[k, i].view(shape)
                     half = own.dtype != whole.dtype
                     target.grad = own.to(whole.dtype).mul_(factor) if half else own

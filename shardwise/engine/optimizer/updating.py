@@ -24,7 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from threading import Event
 from typing import Any, Final
@@ -39,7 +39,6 @@ from shardwise.comm.world import Axis
 from shardwise.core.errors import NonFiniteError
 from shardwise.core.reduce_order import EARLY_BYTES
 from shardwise.engine.checks.guard import Guard
-from shardwise.engine.optimizer.memory_optimizer import MemoryOptimizer
 from shardwise.engine.optimizer.norm import LossScale
 from shardwise.engine.optimizer.optimizer import Factor, ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
@@ -49,7 +48,6 @@ from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Unit
 from shardwise.techniques.offload.disk_optimizer import DiskOptimizer
-from shardwise.techniques.offload.word import Offload
 
 #: The bytes of one call on a thread of the host, if all gradients are there.
 MOST_BYTES: Final = 2**26
@@ -58,145 +56,60 @@ LATE_S: Final = 0.02
 MOST_S: Final = 10.0
 
 
-class OnHost:
-    """Updates on a thread of the host, which ends after the last one of the step.
-
-    delayed   whether the update of this step is made beside the next one
-    late      make these only when `finish` waits for them, as on a slow host
-    pending   an update has begun that `finish` has not made visible
-    """
-
-    def __init__(self, optimizer: ShardedOptimizer, delayed: Callable[[], bool]) -> None:
-        self.optimizer, self.delayed, self.late = optimizer, delayed, False
-        self._asked = Event()  # `finish` waits
-        self._running: list[tuple[Future[Any], Sequence[Flat]]] = []
-
-    @property
-    def pending(self) -> bool:
-        return bool(self._running)
-
-    def update(self, parts: Iterable[Sequence[Flat]], factor: Factor) -> None:
-        """Update parts as they arrive, from their gradients times `factor`.
-
-        Publish them when another part arrives, or at the end; or leave it to `finish`.
-        """
-        if self.delayed():
-            self._update_later([*parts], factor)
-            return
-        self.finish()
-        thread, running = self._thread(), deque[tuple[Future[None], Sequence[Flat]]]()
-        try:
-            for part in parts:
-                running.append((thread.submit(self.optimizer.update, part, factor), part))
-                while running and running[0][0].done():
-                    self._end_first(running)
-            while running:
-                self._end_first(running)
-        finally:
-            thread.shutdown(wait=True, cancel_futures=True)
-
-    def _end_first(self, running: deque[tuple[Future[None], Sequence[Flat]]]) -> None:
-        update, part = running.popleft()
-        update.result()
-        self.optimizer.end_update(part)
-
-    def _update_later(self, parts: Sequence[Sequence[Flat]], factor: Factor) -> None:
-        """Finish the last step's update and begin this one."""
-        self.finish()
-        updates = [self.optimizer.later(part, factor) for part in parts]
-        self._asked, thread = Event(), self._thread()
-        begun = [thread.submit(self._run, update) for update in updates]
-        self._running = list(zip(begun, parts, strict=True))
-        thread.shutdown(wait=False)
-
-    def _run(self, update: Callable[[], None]) -> None:
-        if self.late:
-            self._asked.wait(MOST_S)
-            time.sleep(LATE_S)
-        update()
-
-    def finish(self) -> None:
-        """Make visible what is updated beside the step, or raise the error of an update."""
-        running, self._running = self._running, []
-        self._asked.set()
-        for update, part in running:
-            update.result()
-            self.optimizer.publish(part)
-
-    def _thread(self) -> Executor:
-        """A thread for updates, with as many threads of OpenMP as this one."""
-        if self.optimizer.tiers.device.type == "meta":
-            return Inline()
-        threads = torch.get_num_threads()
-        return ThreadPoolExecutor(1, "shardwise-update", torch.set_num_threads, (threads,))
+def optimizer_of(
+    spec: OptimizerSpec, data: Data, tiers: Tiers, disk: Disk | None
+) -> ShardedOptimizer:
+    """The optimizer of the trained flat groups, with states on a disk if there is one."""
+    order = [flat for unit in data.units.order for flat in unit.trained]
+    if disk is not None:
+        return DiskOptimizer(spec, order, tiers, data.units, disk)
+    return ShardedOptimizer(spec, order, tiers, data.units)
 
 
 def size_bytes(flats: Iterable[Flat]) -> int:
     return sum(flat.shard.nbytes for flat in flats)
 
 
-# --- what a step updates --------------------------------------------------------------------------
-
-
-def optimizer_and_thread(
-    spec: OptimizerSpec,
-    data: Data,
-    tiers: Tiers,
-    disk: Disk | None,
-    offload: Offload | None,
-    steps: Callable[[], int],
-) -> tuple[ShardedOptimizer, OnHost | None]:
-    """The optimizer of the trained flat groups, and the thread of its updates if they run on one.
-    `steps()` counts steps.
-    """
-    order = [flat for unit in data.units.order for flat in unit.trained]
-    if disk is not None:
-        return DiskOptimizer(spec, order, tiers, disk), None
-    optimizer = MemoryOptimizer(spec, order, tiers, data.units)
-    if spec.together or not any(flat.moves.offload for flat in order):
-        return optimizer, None
-    return optimizer, OnHost(optimizer, lambda: offload is not None and offload.delays(steps()))
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Updates:
     """Updates the shards of one rank.
 
     norms        flat groups with the axes over which their squares of gradients are summed, before
                  `over_stages`
     clip         the bound on the norm of all gradients
-    host         where states in host memory are updated
+    delays       whether the update of this step is made beside the next one
     by_schedule  the schedule updates each stage during the step (pipeline/weight_stashing.py)
     early_bytes  units of at least this size together are updated in one call; None: EARLY_BYTES;
                  if all gradients are there, MOST_BYTES on the host, else all
+    late         make delayed updates only when `finish` waits for them, as on a slow host
+    running      updates on a thread of the host that `finish` has not made visible
     """
 
     optimizer: ShardedOptimizer
-    host: OnHost | None
     data: Data
     guard: Guard
     scale: LossScale
     norms: Sequence[tuple[Sequence[Flat], Sequence[Axis]]]
     over_stages: Callable[[Tensor], Tensor]
     clip: float | None
+    delays: Callable[[], bool]
     by_schedule: bool = False
     early_bytes: int | None = None
+    late: bool = False
+    running: deque[tuple[Future[Any], Sequence[Flat]]] = field(default_factory=deque)
+    asked: Event = field(default_factory=Event)  # `finish` waits
+
+    @property
+    def on_host(self) -> bool:
+        """Whether a thread of the host updates."""
+        offloads = any(flat.moves.offload for flat in self.optimizer.flats)
+        return offloads and not self.optimizer.together
 
     @property
     def on_device(self) -> bool:
         """Whether the update waits for no number, on any rank or on none."""
-        early = not (self.host or self.by_schedule or self.scale.on or self.optimizer.together)
-        return early and self.optimizer.skips_on_device
-
-    @property
-    def pending(self) -> bool:
-        """Whether an update runs beside the step."""
-        return self.host is not None and self.host.pending
-
-    def finish(self) -> None:
-        """Make visible what is updated beside the step."""
-        if self.host is not None:
-            self.host.finish()
+        waits = self.by_schedule or self.scale.on or self.optimizer.together or self.on_host
+        return not waits and self.optimizer.skips_on_device
 
     def update(
         self, arriving: Iterable[Unit], factor: Factor, norm: Tensor | float | None = None
@@ -207,27 +120,79 @@ class Updates:
         Small units are updated together: the overhead of a call exceeds its work on few elements.
         """
         units: Iterable[Unit] = self.data.units.order
-        least_bytes = self.early_bytes or (math.inf if self.host is None else MOST_BYTES)
+        least_bytes = self.early_bytes or (MOST_BYTES if self.on_host else math.inf)
+        later = self.on_host and self.delays()
         if norm is not None:
             factor = factor._replace(value=self.shrink(norm) * factor.value)
-        elif self.host is not None and self.host.delayed():
+        elif later:
             deque(arriving, maxlen=0)
         else:
             units, least_bytes = arriving, self.early_bytes or EARLY_BYTES
         parts = self._parts(units, math.inf if self.optimizer.together else least_bytes)
         if not self.by_schedule:
             with self.optimizer.step_hooks():
-                self._make(parts, factor)
+                self._make(parts, factor, later=later)
         self.optimizer.note()
         self.scale.update(overflow=False)
 
-    def _make(self, parts: Iterable[Sequence[Flat]], factor: Factor) -> None:
-        if self.host is not None:
-            self.host.update(parts, factor)
-            return
-        for part in parts:
-            self.optimizer.update(part, factor)
-            self.optimizer.end_update(part)
+    def _make(self, parts: Iterable[Sequence[Flat]], factor: Factor, *, later: bool) -> None:
+        if self.on_host:
+            self._make_on_host([*parts] if later else parts, factor, later=later)
+        else:
+            for part in parts:
+                self.optimizer.update(part, factor)
+        if not later:
+            self.optimizer.clear(self.optimizer.flats)
+
+    # --- on a thread of the host, which ends after the last update of the step ------------------
+
+    def _make_on_host(
+        self, parts: Iterable[Sequence[Flat]], factor: Factor, *, later: bool
+    ) -> None:
+        """Update parts as they arrive.  Publish them when another one arrives, or at the end; or
+        `later`, in `finish`.
+        """
+        self.finish()
+        self.asked, thread = Event(), self._thread()
+        try:
+            for part in parts:
+                update = self.optimizer.begin(part, factor, later=later)
+                self.running.append((thread.submit(self._run, update, late=later), part))
+                while not later and self.running and self.running[0][0].done():
+                    self._end_first()
+            if not later:
+                self.finish()
+        finally:
+            thread.shutdown(wait=not later, cancel_futures=not later)
+
+    def _run(self, update: Callable[[], None], *, late: bool) -> None:
+        if late and self.late:
+            self.asked.wait(MOST_S)
+            time.sleep(LATE_S)
+        update()
+
+    def _end_first(self) -> None:
+        update, part = self.running.popleft()
+        update.result()
+        self.optimizer.publish(part)
+
+    def finish(self) -> None:
+        """Make visible what is updated beside the step, or raise the error of an update."""
+        self.asked.set()
+        try:
+            while self.running:
+                self._end_first()
+        finally:
+            self.running.clear()
+
+    def _thread(self) -> Executor:
+        """A thread for updates, with as many threads of OpenMP as this one."""
+        if self.optimizer.tiers.device.type == "meta":
+            return Inline()
+        threads = torch.get_num_threads()
+        return ThreadPoolExecutor(1, "shardwise-update", torch.set_num_threads, (threads,))
+
+    # --- numbers of a step ----------------------------------------------------------------------
 
     def factor_without_wait(
         self, unread: PendingResult, numbers: StepNumbers, alone: float | None

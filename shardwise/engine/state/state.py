@@ -37,7 +37,6 @@ from shardwise.engine.optimizer.optimizer_state import (
     incoming,
     outgoing,
 )
-from shardwise.engine.precision import HALF
 from shardwise.engine.state import extra_state
 from shardwise.engine.state.box import Box, block
 from shardwise.techniques.data.checksum import bits_sum
@@ -51,7 +50,7 @@ Part = tuple[tuple[int, ...], Tensor, int]
 
 def boxes(model: nn.Module, sharded: ShardedModel, optimizer: ShardedOptimizer) -> list[Box]:
     """All boxes of this rank; `replica` is 0 on one holder of each. Raises DiskError."""
-    states, _ = outgoing(optimizer.state, held_parameters(optimizer))
+    states, _ = outgoing(optimizer.states(), held_parameters(optimizer))
     extra, _ = extra_state.outgoing(model, sharded.copy)
     return [*weights(sharded.flats, optimizer), *states, *buffers(model, sharded), *extra]
 
@@ -60,7 +59,7 @@ def values(
     model: nn.Module, sharded: ShardedModel, optimizer: ShardedOptimizer, world: World
 ) -> dict[str, Any]:
     """What is no tensor in the optimizer's states and in the modules'.  All ranks call it."""
-    _, states = outgoing(optimizer.state, held_parameters(optimizer))
+    _, states = outgoing(optimizer.states(), held_parameters(optimizer))
     _, extra = extra_state.outgoing(model, sharded.copy)
     return merged({"states": states, "modules": extra}, world)
 
@@ -85,12 +84,11 @@ class Loading:
         saved: Catalogue,
         scalars: Mapping[str, Any],
     ) -> None:
-        optimizer.loading()
         idle, every = {*scalars.get("idle", ())}, held_parameters(optimizer)
         saved = {name: of for name, of in saved.items() if name.split("/", 2)[-1] not in idle}
         self.optimizer = optimizer
         self.states = incoming(
-            optimizer.state,
+            optimizer.states(),
             every,
             saved,
             scalars.get("states", {}),
@@ -127,12 +125,12 @@ def held_parameters(optimizer: ShardedOptimizer) -> list[HeldParameter]:
         held_parameter(
             flat,
             index,
-            param,
+            flat.params[index],
             partial(optimizer.room, k, index),
             owned=(k, index) in owners.targets,
         )
-        for k, (flat, targets) in enumerate(zip(optimizer.flats, optimizer.targets, strict=True))
-        for index, param in enumerate(targets)
+        for k, flat in enumerate(optimizer.flats)
+        for index in range(len(flat.params))
         if (k, index) not in owners.targets or owners.is_here(k, index)
     ]
 
@@ -172,8 +170,7 @@ def gradients(optimizer: ShardedOptimizer) -> list[Box]:
     for flat in optimizer.flats:
         if flat.grads.gshard is None:
             continue
-        # 16-bit gradients are multiplied on their way to the master
-        in_place = flat.dtype not in HALF and optimizer.scales_in_place
+        in_place = optimizer.scales_in_place(flat)
         factor = 1.0 if in_place else optimizer.factor
         wide = torch.promote_types(flat.dtype, torch.float32)
         used = flat.grads.gshard if in_place else flat.grads.gshard.to(wide) * factor
@@ -245,7 +242,7 @@ def _expected(
         )
     if name == known and name not in ELEMENTWISE:
         return lambda _: set()
-    return lambda held: keys(optimizer.group_of[id(held.param)], len(held.shape))
+    return lambda held: keys(spec.number(held.name, len(held.shape)), len(held.shape))
 
 
 @torch.no_grad()

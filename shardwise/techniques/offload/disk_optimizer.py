@@ -22,11 +22,9 @@ The update replaces only the tensors without dims there. (ZeRO-Infinity, arXiv 2
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,36 +36,54 @@ from shardwise.comm.world import World
 from shardwise.core.buffer_sizes import chunk_numel, reserved_bytes
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
-from shardwise.engine.optimizer.norm import counts, squares
-from shardwise.engine.optimizer.optimizer import Factor, Owned, ShardedOptimizer
-from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
+from shardwise.engine.optimizer.optimizer import Factor, Gradient, Owned, ShardedOptimizer
+from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec, even_out
+from shardwise.engine.optimizer.optimizer_state import State
+from shardwise.engine.optimizer.runs import Run
 from shardwise.engine.options import Training
 from shardwise.engine.precision import DTYPES
 from shardwise.techniques.data.flat.flat_parameter import Flat
-
-#: The state of one parameter, by key.
-State = dict[str, Any]
+from shardwise.techniques.data.units import Units
 
 
-@dataclass(frozen=True)
-class ChunkRead:
-    """The same chunk of several tensors; `key` is the index of their flat parameter."""
+class FlatOnDisk:
+    """The extents of a flat parameter in the file; `weight` if the parameters rest there too."""
 
-    key: int
-    chunk: int
-    extents: Sequence[Extent]
+    def __init__(self, flat: Flat, disk: Disk, tiers: Tiers, keys: Sequence[str]) -> None:
+        def allocate(key: str, dtype: torch.dtype) -> Extent:
+            extent = disk.allocate(f"{key} of {flat.names[0]}", flat.shard.numel(), dtype)
+            tiers.on_disk(extent)
+            return extent
+
+        self.flat, self.weight, dtype = flat, tiers.extent(flat.shard), _wide(flat.dtype)
+        self.gradient = allocate("gradient", flat.dtype)
+        own = self.weight if self.weight and self.weight.dtype == dtype else None
+        self.master = own or allocate("master", dtype)
+        self.states = {key: allocate(key, dtype) for key in keys}
 
 
-def read_ahead(disk: Disk, jobs: Sequence[ChunkRead]) -> Iterator[tuple[ChunkRead, list[Buffer]]]:
+class Chunk(NamedTuple):
+    """The chunk `number` of all tensors of the k-th flat parameter that an update reads."""
+
+    k: int
+    of: FlatOnDisk
+    number: int
+
+    @property
+    def extents(self) -> list[Extent]:
+        return [self.of.gradient, self.of.master, *self.of.states.values()]
+
+
+def read_ahead(disk: Disk, jobs: Sequence[Chunk]) -> Iterator[tuple[Chunk, list[Buffer]]]:
     """Each job with its chunks in buffers; free buffers read the next jobs meanwhile."""
-    begun: deque[tuple[ChunkRead, list[Buffer], list[Future[None]]]] = deque()
+    begun: deque[tuple[Chunk, list[Buffer], list[Future[None]]]] = deque()
     upcoming = deque(jobs)
     while upcoming or begun:
         while upcoming and (not begun or disk.free >= len(upcoming[0].extents)):
             job = upcoming.popleft()
             buffers = [disk.acquire() for _ in job.extents]
             pairs = zip(job.extents, buffers, strict=True)
-            begun.append((job, buffers, [disk.begin_read(e, job.chunk, b) for e, b in pairs]))
+            begun.append((job, buffers, [disk.begin_read(e, job.number, b) for e, b in pairs]))
         job, buffers, reads = begun.popleft()
         for read in reads:
             disk.finish(read)
@@ -80,43 +96,26 @@ class DiskOptimizer(ShardedOptimizer):
     No class that has modes (`eval`, `train`) is updated on a disk (elementwise.py).
     """
 
-    scales_in_place = False  # but in buffers
+    streams = True
 
     def __init__(
-        self, spec: OptimizerSpec, flats: Sequence[Flat], tiers: Tiers, disk: Disk
+        self, spec: OptimizerSpec, flats: Sequence[Flat], tiers: Tiers, units: Units, disk: Disk
     ) -> None:
         self.tiers, self.disk = tiers, disk
         keys = streamed_keys(spec)
-        dtypes = [_wide(flat.dtype) for flat in flats]
-        self.gradients = [self._allocate("gradient", flat, flat.dtype) for flat in flats]
-        pairs = list(zip(flats, dtypes, strict=True))
-        self.weights = [tiers.extent(flat.shard) for flat in flats]
-        self.wholes = [
-            weight if weight and weight.dtype == dtype else self._allocate("master", flat, dtype)
-            for weight, (flat, dtype) in zip(self.weights, pairs, strict=True)
-        ]
-        self.streamed = [{key: self._allocate(key, flat, d) for key in keys} for flat, d in pairs]
-        self.seen: dict[int, Tensor] = {}  # squares of gradients of this step that left the device
+        self.places = [FlatOnDisk(flat, disk, tiers, keys) for flat in flats]
         self.mapped = False  # whether pages of the maps may be in memory
-        for k, flat in enumerate(flats):
-            flat.grads.host_grad = self.gradients[k].tensor
-            self._store(flat, self.wholes[k], self.weights[k])
+        super().__init__(spec, flats, tiers, units)
+        for runs, of in zip(self.runs, self.places, strict=True):
+            of.flat.grads.host_grad = of.gradient.tensor
+            runs.blocks = {key: extent.tensor for key, extent in of.states.items()}
         self.wide = disk.acquire() if flats else None  # gradients of 16 bits, in 32
-        masters = {k: master.tensor for k, master in enumerate(self.wholes)}
-        super().__init__(spec, flats, masters)
 
-    def _allocate(self, key: str, flat: Flat, dtype: torch.dtype) -> Extent:
-        extent = self.disk.allocate(f"{key} of {flat.names[0]}", flat.shard.numel(), dtype)
-        self.tiers.on_disk(extent)
-        return extent
-
-    def _store(self, flat: Flat, master: Extent, weight: Extent | None) -> None:
-        if master is weight:
-            return
-        if flat.dtype == master.dtype:
+    def _master(self, k: int, flat: Flat) -> Tensor:
+        weight, master = self.places[k].weight, self.places[k].master
+        if flat.dtype == master.dtype and master is not weight:
             begin_copy(flat.shard, self.tiers, "device", "disk", master.tensor)
-            return
-        for chunk in range(master.chunks):
+        for chunk in range(master.chunks if flat.dtype != master.dtype else 0):
             first, last = master.span(chunk)
             narrow, wide = self.disk.acquire(), self.disk.acquire()
             part = narrow.tensor(flat.dtype, last - first)
@@ -127,44 +126,51 @@ class DiskOptimizer(ShardedOptimizer):
             wide.tensor(master.dtype, last - first).copy_(part)
             self.disk.release(narrow)
             self.disk.begin_write(master, chunk, wide)
+        return master.tensor
 
     def owns(self) -> Iterator[Owned]:
         yield from super().owns()
-        for flat, states in zip(self.flats, self.streamed, strict=True):
-            yield from (("optimizer", flat, extent.tensor) for extent in states.values())
+        for runs in self.runs:
+            yield from (("optimizer", runs.flat, block) for block in runs.blocks.values())
         yield "buffers", None, self.disk.memory
 
     # --- the update ---------------------------------------------------------------------------
 
-    def begin_update(self, chosen: Sequence[int], factor: Factor) -> Callable[[], None]:
-        assert isinstance(factor.value, float), "an update on a disk waits for its factor"
-        return partial(self._update, chosen, factor.value)
-
     @torch.no_grad()
-    def _update(self, chosen: Sequence[int], factor: float) -> None:
+    def _update(
+        self, gradients: Mapping[int, Gradient], factor: Factor, own: list[dict[str, Any]]
+    ) -> None:
+        assert isinstance(factor.value, float), "an update on a disk waits for its factor"
         if self.mapped:
             self.disk.drop()
             self.mapped = False
+        for k, (_, used) in gradients.items():
+            self.runs[k].part(used)
         jobs = [
-            ChunkRead(k, chunk, (self.gradients[k], self.wholes[k], *self.streamed[k].values()))
-            for k in chosen
-            for chunk in range(self.wholes[k].chunks)
+            Chunk(k, self.places[k], number)
+            for k in gradients
+            for number in range(self.places[k].master.chunks)
         ]
-        fresh: dict[Tensor, State] = {}
-        for job, buffers in read_ahead(self.disk, jobs):
-            with self.disk.use.spending("updated"):
-                self._update_chunk(job, buffers, factor, fresh)
-                self._publish_chunk(job, buffers[0], buffers[1])
-            for extent, buffer in zip(job.extents[1:], buffers[1:], strict=True):
-                self.disk.begin_write(extent, job.chunk, buffer)
-        self.state.update(fresh)
+        before, after = dict(self.torch.state), dict[Tensor, State]()
+        with self._stepping([*gradients], own, factor):
+            for job, buffers in read_ahead(self.disk, jobs):
+                with self.disk.use.spending("updated"):
+                    self._update_chunk(job, buffers, factor.value, before, after)
+                    self._publish_chunk(job, buffers[0], buffers[1])
+                for extent, buffer in zip(job.extents[1:], buffers[1:], strict=True):
+                    self.disk.begin_write(extent, job.number, buffer)
+        self.torch.state |= after
 
     def _update_chunk(
-        self, job: ChunkRead, buffers: Sequence[Buffer], factor: float, fresh: dict[Tensor, State]
+        self,
+        job: Chunk,
+        buffers: Sequence[Buffer],
+        factor: float,
+        before: Mapping[Tensor, State],
+        after: dict[Tensor, State],
     ) -> None:
-        k, flat = job.key, self.flats[job.key]
-        targets, state_of = self.targets[k], self.state
-        first, last = self.wholes[k].span(job.chunk)
+        """Step on the parts of runs in a chunk, from their states `before`."""
+        first, last = span = job.of.master.span(job.number)
         gradient, master, *states = (
             buffer.tensor(extent.dtype, last - first)
             for extent, buffer in zip(job.extents, buffers, strict=True)
@@ -174,69 +180,44 @@ class DiskOptimizer(ShardedOptimizer):
             gradient = self.wide.tensor(master.dtype, last - first).copy_(gradient)
         if factor != 1.0:
             gradient.mul_(factor)
-        named = dict(zip(self.streamed[k], states, strict=True))
-        members: list[tuple[int, nn.Parameter, dict[str, Tensor]]] = []
-        for i, low, high in self._inside(flat, first, last):
-            piece = partial(_piece, low=low, high=high, dims=len(flat.shapes[i]))
-            target = nn.Parameter(piece(master))
-            target.grad = piece(gradient)
-            views = {key: piece(value) for key, value in named.items()}
-            before = state_of.get(targets[i])
-            if before:
-                state_of[target] = {
-                    key: views[key] if _streamed(value) else _copied(value)
-                    for key, value in before.items()
+        chunks, blocks = dict(zip(job.of.states, states, strict=True)), self.runs[job.k].blocks
+        runs = [*self._inside(job.k, first, last)]
+        for run in runs:
+            run.attach(master, gradient, *span)
+            if run.param in before:
+                self.torch.state[run.param] = {
+                    key: run.part(chunks[key], *span) if _streamed(value) else _copied(value)
+                    for key, value in before[run.param].items()
                 }
-            members.append((i, target, views))
-        groups = self.group_of
-        with self.only((groups[id(targets[i])], p) for i, p, _ in members):
-            self.torch.step()
-        for i, target, views in members:
-            after = state_of.pop(target, {})
-            fresh[targets[i]] = self._new_state(k, i, after, views)
+        even_out(self.torch)
+        self.torch.step()
+        for run in runs:
+            after[run.param] = state = self.torch.state.pop(run.param, {})
+            for key, value in state.items():
+                if _streamed(value):
+                    part, state[key] = run.part(chunks[key], *span), run.part(blocks[key])
+                    if part.data_ptr() != value.data_ptr():
+                        part.copy_(value)
+                elif isinstance(value, Tensor):
+                    self.tiers.own(value)
+            run.detach()
 
-    @torch.no_grad()
-    def see(self, flat: Flat) -> None:
-        """Take the squares of a gradient on the device, before it is copied to the disk."""
-        if flat.grads.gshard is not None and counts(flat):
-            self.seen[id(flat)] = squares(flat)
+    def _inside(self, k: int, first: int, last: int) -> Iterator[Run]:
+        """Runs with a gradient and elements in [first, last) of the block, or none on this rank."""
+        for run in self.runs[k].every:
+            here = max(run.low, first) < min(run.high, last)
+            if self.flats[k].grads.used[run.indices[0]]:
+                yield from [run] if here or (run.low == run.high and first == 0) else []
 
-    def squares(self, flats: Sequence[Flat]) -> list[Tensor]:
-        """The sums of squares of the gradients of `flats` seen since the last call."""
-        found = [self.seen.pop(id(flat), None) for flat in flats]
-        return [squared for squared in found if squared is not None]
-
-    def _inside(self, flat: Flat, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """Parameters with a gradient, and their places in elements [first, last) of the block."""
-        for i, (low, high) in enumerate(flat.pieces):
-            begin, end = max(low, first) - first, min(high, last) - first
-            if flat.grads.used[i] and begin < end:
-                yield i, begin, end
-            elif flat.grads.used[i] and low == high and first == 0:  # none of it is on this rank
-                yield i, 0, 0
-
-    def _new_state(self, k: int, i: int, after: State, views: dict[str, Tensor]) -> State:
-        """The parameter's new state: values of the piece go to `views`, the rest is kept."""
-        for key in filter(lambda key: _streamed(after[key]), after):
-            if after[key].data_ptr() != views[key].data_ptr():
-                views[key].copy_(after[key])
-        return {
-            key: self._view(k, i, self.streamed[k][key]) if _streamed(value) else self._owned(value)
-            for key, value in after.items()
-        }
-
-    def _view(self, k: int, i: int, extent: Extent) -> Tensor:
-        return self.flats[k].views.part(i, extent.tensor)
-
-    def _publish_chunk(self, job: ChunkRead, narrow: Buffer, master: Buffer) -> None:
+    def _publish_chunk(self, job: Chunk, narrow: Buffer, master: Buffer) -> None:
         """Copy a chunk of the master to where the weight rests, and release `narrow`."""
-        flat, extent, weight = self.flats[job.key], self.wholes[job.key], self.weights[job.key]
-        first, last = extent.span(job.chunk)
+        flat, extent, weight = job.of.flat, job.of.master, job.of.weight
+        first, last = extent.span(job.number)
         source = master.tensor(extent.dtype, last - first)
         if flat.dtype != extent.dtype:
             source = narrow.tensor(flat.dtype, last - first).copy_(source)
         if weight is not None and weight is not extent:
-            self.disk.begin_write(weight, job.chunk, narrow)
+            self.disk.begin_write(weight, job.number, narrow)
             return
         if weight is None:
             begin_copy(source, self.tiers, "host", "device", flat.shard[first:last]).wait()
@@ -246,13 +227,10 @@ class DiskOptimizer(ShardedOptimizer):
 
     def room(self, k: int, index: int, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for a state that is loaded: in the file, or on the host if it has no dims."""
-        extent = self.streamed[k].get(key)
+        extent = self.places[k].states.get(key)
         if extent is not None and len(size) and extent.dtype == dtype:
-            return self._view(k, index, extent)
-        return self._owned(torch.zeros(tuple(size), dtype=dtype, device="cpu"))
-
-    def _owned(self, value: Any) -> Any:
-        return self.tiers.own(value) if isinstance(value, Tensor) else value
+            return self.flats[k].views.part(index, extent.tensor)
+        return self.tiers.own(torch.zeros(tuple(size), dtype=dtype, device="cpu"))
 
     def expose(self) -> None:
         """Before the maps are read: wait until all is written."""
@@ -262,13 +240,15 @@ class DiskOptimizer(ShardedOptimizer):
     @torch.no_grad()
     def loaded(self) -> None:
         """After the maps were written: copy the masters to the weights."""
+        for k in range(len(self.flats)):
+            self._follow_states(k)
         self.disk.sync()
         self.disk.drop()
-        for k, (master, weight) in enumerate(zip(self.wholes, self.weights, strict=True)):
-            for chunk in range(0 if weight is master else master.chunks):
+        for k, of in enumerate(self.places):
+            for number in range(0 if of.weight is of.master else of.master.chunks):
                 narrow, buffer = self.disk.acquire(), self.disk.acquire()
-                self.disk.begin_read(master, chunk, buffer).result()
-                self._publish_chunk(ChunkRead(k, chunk, (master,)), narrow, buffer)
+                self.disk.begin_read(of.master, number, buffer).result()
+                self._publish_chunk(Chunk(k, of, number), narrow, buffer)
                 self.disk.release(buffer)
 
 
@@ -323,10 +303,3 @@ def _streamed(value: Any) -> bool:
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _piece(chunk: Tensor, low: int, high: int, dims: int) -> Tensor:
-    """Elements [low, high) of a chunk with as many dims as their parameter."""
-    if dims == 0 and high > low:
-        return chunk[low]
-    return chunk[low:high].view(high - low, *[1] * (dims - 1))

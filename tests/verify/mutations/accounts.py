@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shardwise.checkpoint import pending
 from shardwise.comm import transport
 from shardwise.comm.tiers.arena import _Slot
+from shardwise.comm.tiers.disk import Disk
 from shardwise.core import zero
 from shardwise.core.layouts import flatten
 from shardwise.core.layouts.layout import P, R
@@ -28,7 +29,6 @@ from shardwise.techniques.data.flat.flat_gradient import FlatGradient
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.layers import layer_plan
-from shardwise.techniques.offload.disk_optimizer import DiskOptimizer
 from shardwise.techniques.pipeline.runtime import _Post
 from shardwise.techniques.recompute import choice
 from shardwise.techniques.recompute import word as recompute_word
@@ -199,9 +199,9 @@ ROWS |= {
     "zero2 as zero1 [dp2 zero2] memory": zero2_as_zero1,
     "1f1b as gpipe [pp2 1f1b:4] memory": one_f_one_b_as_gpipe,
     "each extent twice [dp2 offload:optim@disk of wide] memory": around(
-        DiskOptimizer,
-        "_allocate",
-        lambda real, s, key, *of: [real(s, f"second {key}", *of), real(s, key, *of)][1],
+        Disk,
+        "allocate",
+        lambda real, disk, name, *of: [real(disk, f"second {name}", *of), real(disk, name, *of)][1],
     ),
     "plans of layers ignored [dp2 zero1 | blocks.0: zero3 of gpt] memory": arguments(
         Plan, "of_layers", lambda plan, _: (plan, 0)

@@ -13,8 +13,7 @@ from shardwise.engine.batch import filled
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.engine import Engine
 from shardwise.engine.one_stage import OneStage
-from shardwise.engine.optimizer import memory_optimizer, updating
-from shardwise.engine.optimizer.memory_optimizer import MemoryOptimizer
+from shardwise.engine.optimizer import updating
 from shardwise.engine.optimizer.norm import LossScale, LossWeights
 from shardwise.engine.optimizer.optimizer import Factor, ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
@@ -155,8 +154,10 @@ ROWS |= {
     "the loss scale left in [dp2 zero1 fp16 of gpt]": arguments(
         Updates, "update", lambda u, units, f, norm: (u, units, times(f, u.scale.value), norm)
     ),
-    "unscaled in 16 bits [dp2 zero1 fp16 of gpt]": instead(
-        memory_optimizer, "_in_32_bits", lambda gradient, factor: (gradient * factor).float()
+    "unscaled in 16 bits [dp2 zero1 fp16 of gpt]": arguments(
+        ShardedOptimizer,
+        "_attach",
+        lambda o, k, of, scale=1.0: (o, k, (None if of[0] is None else of[0] * scale, of[1])),
     ),
     # --- the loss scale ---------------------------------------------------------------------------
     "the loss scale never rises [dp2 fp16]": before(
@@ -186,8 +187,8 @@ def a_bit_of_a_moment_flips(real, optimizer: ShardedOptimizer, flats: Any, *args
     real(optimizer, flats, *args)
     first = optimizer.flats[0]
     if first in flats and any(first.grads.used) and first.shard_axis.rank == 1:
-        piece = next(p for p in optimizer.targets[0] if p.numel())
-        moment = optimizer.state[piece]["exp_avg"].view(-1)[:1]
+        run = next(run for run in optimizer.runs[0].every if run.low < run.high)
+        moment = optimizer.torch.state[run.param]["exp_avg"].view(-1)[:1]
         moment.copy_(moment.view(torch.int64).bitwise_xor(1 << 54).view(moment.dtype))
 
 
@@ -256,8 +257,8 @@ def a_bit_of_a_replica(real, engine: Engine, batch: Any) -> Any:
     return real(engine, batch)
 
 
-@ROWS.around("dp2 zero1 bf16 of gpt", MemoryOptimizer, "_update")
-def one_gradient_three_percent_too_large(real, states: MemoryOptimizer, gradients: Any, *of: Any):
+@ROWS.around("dp2 zero1 bf16 of gpt", ShardedOptimizer, "_update")
+def one_gradient_three_percent_too_large(real, states: ShardedOptimizer, gradients: Any, *of: Any):
     for k in gradients.keys() & states.masters.keys():
         flat, name = states.flats[k], "blocks.0.mlp.down.weight"
         if name in flat.names:
@@ -265,23 +266,23 @@ def one_gradient_three_percent_too_large(real, states: MemoryOptimizer, gradient
     real(states, gradients, *of)
 
 
-@ROWS.around("dp2 bf16 of gpt", MemoryOptimizer, "_update")
-def masters_rounded_to_16_bits(real, states: MemoryOptimizer, gradients: Any, *args: Any) -> None:
+@ROWS.around("dp2 bf16 of gpt", ShardedOptimizer, "_update")
+def masters_rounded_to_16_bits(real, states: ShardedOptimizer, gradients: Any, *args: Any) -> None:
     real(states, gradients, *args)
     for k in gradients.keys() & states.masters.keys():
         states.masters[k].copy_(states.flats[k].shard)
 
 
-@ROWS.around("dp2 zero1 bf16 of gpt", MemoryOptimizer, "_end_step")
-def masters_truncated(real, states: MemoryOptimizer, k: int) -> None:
+@ROWS.around("dp2 zero1 bf16 of gpt", ShardedOptimizer, "_end_step")
+def masters_truncated(real, states: ShardedOptimizer, k: int) -> None:
     real(states, k)
     flat = states.flats[k]
     if not flat.moves.offload:
         flat.shard.copy_(truncated(states.masters[k]))
 
 
-@ROWS.around("dp2 zero1 offload:optim bf16 of gpt", MemoryOptimizer, "publish")
-def masters_on_the_host_truncated(real, states: MemoryOptimizer, *args: Any) -> None:
+@ROWS.around("dp2 zero1 offload:optim bf16 of gpt", ShardedOptimizer, "publish")
+def masters_on_the_host_truncated(real, states: ShardedOptimizer, *args: Any) -> None:
     kept = states.masters
     states.masters = {k: truncated(master) for k, master in kept.items()}
     real(states, *args)

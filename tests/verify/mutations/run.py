@@ -3,9 +3,11 @@ dropout, delayed updates, chunks of a disk, and evaluations.
 """
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from shardwise.core.unit_order import UnitOrder
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
-from shardwise.engine.optimizer.updating import OnHost, Updates
+from shardwise.engine.optimizer.updating import Updates
 from shardwise.techniques.data.flat import flat_parameter
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
 from shardwise.techniques.expert.apply import ExpertLayout
@@ -128,16 +130,16 @@ ROWS |= {
     "a chunk published in the place of another [dp2 zero3 offload:optim@disk of wide]": arguments(
         DiskOptimizer,
         "_publish_chunk",
-        lambda s, job, *of: (s, type(job)(job.key, job.chunk - (job.chunk == 1), job.extents), *of),
+        lambda s, job, *of: (s, job._replace(number=job.number - (job.number == 1)), *of),
     ),
     # of every chunk the parameters of the first one are updated
-    "pieces of the first chunk [dp2 zero1 offload:optim@disk of wide]": arguments(
-        DiskOptimizer, "_inside", lambda s, flat, first, last: (s, flat, 0, last - first)
+    "pieces of the first chunk [dp2 zero1 offload:optim@disk of wide] error": arguments(
+        DiskOptimizer, "_inside", lambda s, k, first, last: (s, k, 0, last - first)
     ),
-    "the last chunk not updated [dp2 zero3 offload:optim@disk of wide]": skip(
+    "the last chunk not updated [dp2 zero3 offload:optim@disk of wide] error": skip(
         DiskOptimizer,
         "_update_chunk",
-        lambda s, job, *_: 0 < job.chunk == s.wholes[job.key].chunks - 1,
+        lambda _, job, *__: 0 < job.number == job.of.master.chunks - 1,
     ),
     # --- evaluation, outputs ----------------------------------------------------------------------
     "an evaluation in training mode [dp2 zero1 of training]": in_training,
@@ -188,41 +190,38 @@ def a_new_rate_a_step_late(real, optimizer: ShardedOptimizer, lr: float) -> None
     real(optimizer, earlier)
 
 
-@ROWS.around(DELAYED, ShardedOptimizer, "later")
-def a_delayed_update_with_the_next_rate(real, optimizer: ShardedOptimizer, *args: Any) -> Any:
-    update = real(optimizer, *args)
-    optimizer.torch.param_groups = optimizer.param_groups
-    return update
+@ROWS.around(DELAYED, ShardedOptimizer, "begin")
+def a_delayed_update_with_the_next_rate(real, optimizer: ShardedOptimizer, *of: Any, **how) -> Any:
+    update = real(optimizer, *of, **how)
+    return partial(update.func, *update.args[:2], optimizer.param_groups)
 
 
-@ROWS.around(DELAYED, OnHost, "finish")
-def a_delayed_update_not_awaited(real, later: OnHost) -> None:
+@ROWS.around(DELAYED, Updates, "finish")
+def a_delayed_update_not_awaited(real, updates: Updates) -> None:
     """What the device gets are the masters of before the update, or of a part of it."""
-    running, later._running = later._running, []
-    real(later)
+    running, updates.running = updates.running, deque()
+    real(updates)
     for _, piece in running:
-        later.optimizer.publish(piece)
+        updates.optimizer.publish(piece)
 
 
-@ROWS.around("dp2 zero1 offload:optim-delayed", OnHost, "finish")
-def delayed_updates_shown_too_early(_, later: OnHost) -> None:
+@ROWS.around("dp2 zero1 offload:optim-delayed", Updates, "finish")
+def delayed_updates_shown_too_early(_, updates: Updates) -> None:
     """What the device gets are the masters of before the update."""
-    running, later._running = later._running, []
-    later._asked.set()
+    running, updates.running = updates.running, deque()
+    updates.asked.set()
     for update, piece in running:
-        later.optimizer.publish(piece)
+        updates.optimizer.publish(piece)
         update.result()
 
 
 @ROWS.around(DELAYED, Engine, "loading")
 def a_load_over_a_pending_update(real, engine: Engine, *args: Any) -> Any:
     """The update is finished after the load, on the masters that it has read."""
-    later = engine.updates.host
-    if later is None:
-        return real(engine, *args)
-    running, later._running = later._running, []
+    updates = engine.updates
+    running, updates.running = updates.running, deque()
     found = real(engine, *args)
-    later._running = running
+    updates.running = running
     return found
 
 

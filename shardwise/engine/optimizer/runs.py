@@ -1,0 +1,224 @@
+"""Runs: neighbours in a flat parameter's block that torch's optimizer updates as one tensor.
+
+A step of many small tensors costs more in calls than in arithmetic.  A class that updates each
+element alone updates neighbours of one group of options as one tensor:
+
+    block             | p0 ..... | p1 .. | p2 ......... |     p1 is of another group: no decay
+    runs              | run 0    | run 1 | run 2        |
+    state of run 0    step, exp_avg                           state of p0: step, a view of exp_avg
+
+A run is split into its parameters by the first update in which some have a gradient and others do
+not, and where the program gives them states that differ.  A parameter without dims, and one that
+its class needs whole, is a run by itself, in its own shape.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
+from shardwise.engine.optimizer.optimizer_state import State
+from shardwise.techniques.data.flat.flat_parameter import Flat
+
+if TYPE_CHECKING:
+    from shardwise.engine.optimizer.optimizer import ShardedOptimizer
+
+
+class Run:
+    """Parameters `indices` of `flat`, all of one group of options: elements [low, high) of a block.
+
+    param    what torch's optimizer steps on: it has data and a gradient in an update only; or
+             `target`, a whole parameter, to which owners.py gives both
+    shape    of a run that is one parameter in its own shape; None: a run has one dim
+    """
+
+    def __init__(
+        self,
+        flat: Flat,
+        group: int,
+        indices: Sequence[int],
+        none: Tensor,
+        target: nn.Parameter | None,
+        *,
+        own: bool,
+    ) -> None:
+        self.flat, self.group, self.indices, self.none = flat, group, indices, none
+        self.low, self.high = flat.pieces[indices[0]][0], flat.pieces[indices[-1]][1]
+        self.shape = shape_of(flat, indices[0]) if own else None
+        self.owned = target is not None
+        self.param = nn.Parameter(none) if target is None else target
+
+    def part(self, values: Tensor, first: int = 0, last: int = sys.maxsize) -> Tensor:
+        """What it has of `values`, elements [first, last) of a block."""
+        found = values[max(self.low, first) - first : min(self.high, last) - first]
+        return found if self.shape is None else found.view(self.shape)
+
+    def attach(self, block: Tensor, values: Tensor | None, *span: int) -> None:
+        """Set the data and the gradient; `span` are the elements of a block that these have."""
+        if not self.owned:
+            self.param.data = self.part(block, *span)
+            self.param.grad = None if values is None else self.part(values, *span)
+
+    def detach(self) -> None:
+        self.param.grad = None
+        if not self.owned:
+            self.param.data = self.none  # the block may be replaced
+
+    def is_mixed(self, used: Sequence[bool]) -> bool:
+        return bool(used) and len({used[i] for i in self.indices}) > 1
+
+    def state_of(self, state: State, index: int) -> State:
+        """The state of one of its parameters: views, and copies of what the run has once."""
+        (low, high), found = (end - self.low for end in self.flat.pieces[index]), dict(state)
+        for key, value in state.items() if self.shape is None else ():
+            if isinstance(value, Tensor):
+                each = value.shape == (self.high - self.low,)
+                shape = shape_of(self.flat, index)
+                found[key] = value[low:high].view(shape) if each else value.clone()
+        return found
+
+    def joined(self, states: Sequence[State], blocks: Mapping[str, Tensor]) -> State | None:
+        """Its state from those of its parameters, maybe with parts of `blocks`; None if they
+        differ.
+        """
+        first = states[0]
+        if self.shape is not None or any(state.keys() != first.keys() for state in states):
+            return None if self.shape is None else first
+        found, shapes = State(), [shape_of(self.flat, i) for i in self.indices]
+        for key, value in first.items():
+            values = [state[key] for state in states]
+            if isinstance(value, Tensor) and [each.shape for each in values] == shapes:
+                made = None if key in blocks else value.new_zeros(self.high - self.low)
+                found[key] = self.part(blocks[key]) if made is None else made
+                for i, each in zip(self.indices, values, strict=True):
+                    low, high = (end - self.low for end in self.flat.pieces[i])
+                    if made is not None:
+                        made[low:high] = each.reshape(-1)
+            elif all(_equal(each, value) for each in values):
+                found[key] = value
+            else:
+                return None
+        return found
+
+
+class Runs:
+    """The runs of a flat parameter, whose updates write to `block`; `owned` are targets by index.
+
+    state    that of torch's optimizer
+    blocks   by key, memory for the states of all its parameters, if it is there
+    """
+
+    def __init__(
+        self, flat: Flat, spec: OptimizerSpec, block: Tensor, owned: Mapping[int, nn.Parameter]
+    ) -> None:
+        self.flat, self.none, self.owned = flat, block.new_empty(0), owned
+        named = [*zip(flat.names, map(len, flat.shapes), strict=True)]
+        self.groups = [spec.number(*each) for each in named]
+        self.alone = [spec.is_whole(*each) or not each[1] for each in named]
+        self.state: dict[Tensor, State] = {}
+        self.blocks: Mapping[str, Tensor] = {}
+        self.every = self._cut()
+
+    def _cut(self, *, split: bool = False) -> list[Run]:
+        """The longest runs; `split`: one for each parameter."""
+        kinds = [(g, (split or self.alone[i]) and i) for i, g in enumerate(self.groups)]
+        every = [[*run] for _, run in groupby(range(len(kinds)), kinds.__getitem__)]
+        return [
+            Run(
+                self.flat,
+                self.groups[i[0]],
+                i,
+                self.none,
+                self.owned.get(i[0]),
+                own=self.alone[i[0]],
+            )
+            for i in every
+        ]
+
+    def states(self) -> dict[Tensor, State]:
+        """The states of the parameters that have one."""
+        return {
+            self.flat.params[i]: run.state_of(state, i)
+            for run in self.every
+            if (state := self.state.get(run.param))
+            for i in run.indices
+        }
+
+    def arrange(self, given: Mapping[Tensor, State], used: Sequence[bool] = ()) -> None:
+        """Let torch have these states, joined unless they differ or not all of a run are `used`."""
+        for run in self.every:
+            self.state.pop(run.param, None)
+        self.every, split = [], self._cut(split=True)
+        for run in self._cut():
+            states = [given.get(self.flat.params[i], {}) for i in run.indices]
+            joined = None if run.is_mixed(used) else run.joined(states, self.blocks)
+            pairs = [(split[i], state) for i, state in zip(run.indices, states, strict=True)]
+            for each, state in pairs if joined is None else [(run, joined)]:
+                self.every.append(each)
+                if state:
+                    self.state[each.param] = state
+
+    def part(self, used: Sequence[bool]) -> None:
+        """Split runs in which some parameters have a gradient and others do not."""
+        if not all(used) and any(run.is_mixed(used) for run in self.every):
+            self.arrange(self.states(), used)
+
+
+def shape_of(flat: Flat, index: int) -> torch.Size:
+    """The shape of this rank's part of a parameter, and of a state that has all its elements."""
+    return flat.views.part(index, flat.shard).shape
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+def _version(state: State) -> int:
+    """A number that changes if a value is written to, added or replaced."""
+    return hash(tuple((k, id(x), getattr(x, "_version", 0)) for k, x in state.items()))
+
+
+class States(MutableMapping[Tensor, State]):
+    """The states of an optimizer by the model's parameters, of those that have one.
+
+    A program reads and writes them as those of torch's optimizers.  `taken` are those that it has
+    read, in the `version` of that time, or set: the next update follows what it has changed.
+    """
+
+    def __init__(self, optimizer: "ShardedOptimizer") -> None:
+        self.optimizer = optimizer
+        self.taken, self.version = dict[Tensor, State](), dict[Tensor, int]()
+
+    def changed(self, params: Iterable[Tensor]) -> dict[Tensor, State]:
+        """The states of `params` that the program has changed."""
+        taken = {p: self.taken[p] for p in params if p in self.taken}
+        return {p: s for p, s in taken.items() if self.version.get(p) != _version(s)}
+
+    def __getitem__(self, p: Tensor) -> State:
+        if p not in self.taken:
+            self.taken[p] = state = self.optimizer.states().get(p, {})
+            self.version[p] = _version(state)
+        return self.taken[p]
+
+    def __contains__(self, p: object) -> bool:
+        return isinstance(p, Tensor) and bool(self[p])
+
+    def __setitem__(self, p: Tensor, state: State) -> None:
+        self.taken[p] = state
+        self.version.pop(p, None)
+
+    def __delitem__(self, p: Tensor) -> None:
+        self[p] = {}
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([p for p, state in (self.optimizer.states() | self.taken).items() if state])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def clear(self) -> None:
+        self.update({p: State() for p in self})
