@@ -1,24 +1,17 @@
 """The optimizer over shards: any torch.optim class on this rank's blocks, or on tensors it owns.
 
-fp32, fp64    the class steps on this rank's blocks of the flat parameters (flat_parameter.py)
-bf16, fp16    it steps on fp32 masters of the blocks, one unit at a time:
-              master.grad = gradient in fp32;  step;  block = master in 16 bits
-              A parameter costs 2 (weight) + 2 (gradient) + 12 (master, two moments) bytes, and 4
-              more for one unit at a time.
-offload       masters (fp32, or the dtype of the weight), their gradients and their states are in
-              host memory, where the class steps on them.  Then `publish` copies the updated
-              masters to the device, in the dtype of the weight.  Parameters that rest in host
-              memory too are updated there, as above.
-disk          all of them are in a file: techniques/offload/disk_optimizer.py
+Its two classes have masters and states, and step, in the memory of the device or the host
+(updating.py, which decides when and on which thread) or on a disk (disk_optimizer.py).
 
-updating.py decides when and on which thread an update runs.  A parameter that had no gradient on
-any rank is left alone, its step count too, exactly as one process would.
+A parameter that had no gradient on any rank is left alone, its step count too, exactly as one
+process would.
 
 It is a `torch.optim.Optimizer`, so that torch's schedulers take it: it shares `param_groups` with
 torch's own optimizer, and the next step uses the rates that a scheduler writes there.  Groups have
 the model's parameters; in an update they have runs of them (runs.py).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -29,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.comm.tiers.tiers import Tiers, begin_copy
+from shardwise.comm.tiers.tiers import Tiers
 from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import short_repr
 from shardwise.core.tools.tree import leaves
@@ -58,7 +51,7 @@ class Factor(NamedTuple):
     skips: Tensor | None = None
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(Optimizer, ABC):
     """One torch optimizer over the blocks of trained flat groups, on the tiers of their rows.
 
     `masters` are by the number of a flat group; `engine.step` drives it.
@@ -105,16 +98,26 @@ class ShardedOptimizer(Optimizer):
 
     # --- where masters and states are -----------------------------------------------------------
 
-    def _master(self, _: int, flat: Flat) -> Tensor | None:
-        """A copy of the shard on the tier of its optimizer state, with 32 bits or more."""
-        half, rests = flat.dtype in HALF, flat.shard
-        if not (half or flat.moves.publish):
-            return None
-        if not flat.moves.offload:
-            return rests.float()
-        if not flat.moves.fetch:
-            rests = begin_copy(rests, self.tiers, "device", "host").wait()
-        return self.tiers.empty(rests.numel(), torch.float32).copy_(rests) if half else rests
+    @abstractmethod
+    def _master(self, k: int, flat: Flat) -> Tensor | None:
+        """What the update of the k-th flat parameter writes to, if not its shard."""
+
+    @abstractmethod
+    def room(self, k: int, index: int, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """New memory for a state tensor of a parameter of the k-th flat, on the state's tier."""
+
+    @abstractmethod
+    def loaded(self) -> None:
+        """After masters were written from outside: copy them to the weights."""
+
+    @abstractmethod
+    def _update(
+        self, gradients: Mapping[int, Gradient], factor: Factor, own: list[dict[str, Any]]
+    ) -> None:
+        """Update flat groups from these gradients, with these groups of options."""
+
+    def publish(self, flats: Sequence[Flat]) -> None:
+        """Copy updated masters to the tier of their weights, unless the update has done so."""
 
     def block(self, k: int) -> Tensor:
         """What an update of the k-th flat parameter writes to."""
@@ -123,23 +126,6 @@ class ShardedOptimizer(Optimizer):
     def states(self) -> dict[Tensor, State]:
         """The states by the model's parameters, of those that have one."""
         return dict(chain.from_iterable(runs.states().items() for runs in self.runs))
-
-    @torch.no_grad()
-    def room(self, k: int, index: int, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """New memory for a state tensor of a parameter of the k-th flat, on the state's tier."""
-        flat = self.flats[k]
-        group = self.param_groups[self.runs[k].groups[index]]
-        place = groups.device_of(key, self.block(k), group)
-        made = torch.zeros(tuple(size), dtype=dtype, device=place)
-        return self.tiers.own(made) if flat.moves.offload else made
-
-    @torch.no_grad()
-    def loaded(self) -> None:
-        """After masters were written from outside: copy them to the weights."""
-        for k in range(len(self.flats)):
-            self._follow_states(k)
-            self._end_step(k)
-        self.publish([self.flats[k] for k in self.masters])
 
     def expose(self) -> None:
         """Before masters and states are read from outside."""
@@ -154,17 +140,6 @@ class ShardedOptimizer(Optimizer):
         """Of the gradients in this rank's blocks, without what others count."""
         own = [flat for flat in flats if flat.grads.gshard is not None and counts(flat)]
         return [self.seen.pop(flat) if flat in self.seen else squares(flat) for flat in own]
-
-    @torch.no_grad()
-    def publish(self, flats: Sequence[Flat]) -> None:
-        """Copy the masters that are in host memory to weights on the device."""
-        for k in self._chosen(flats):
-            flat = self.flats[k]
-            if (tier := flat.moves.publish) and not self.streams:
-                source = self.masters[k]
-                if flat.dtype in HALF:
-                    source = self.tiers.empty(source.numel(), flat.dtype).copy_(source)
-                begin_copy(source, self.tiers, "host", tier, flat.shard).wait()
 
     # --- the update ---------------------------------------------------------------------------
 
@@ -207,31 +182,16 @@ class ShardedOptimizer(Optimizer):
         self.factor = factor.value
         self._opt_called = True  # torch's schedulers check that
         grads = {k: self.flats[k].grads for k in self._chosen(flats)}
-        if isinstance(factor.value, Tensor) or factor.value != 1.0:
-            for k, each in grads.items():
-                if each.gshard is not None and self.scales_in_place(self.flats[k]):
-                    each.gshard.mul_(factor.value)
+        scaled = isinstance(factor.value, Tensor) or factor.value != 1.0
+        for k, each in grads.items() if scaled else ():
+            if each.gshard is not None and self.scales_in_place(self.flats[k]):
+                each.gshard.mul_(factor.value)
         now = {k: (each.gshard, [*each.used]) for k, each in grads.items()}
         for each in grads.values() if later else ():
             each.clear()
             each.swap()
         own = [dict(group) for group in self.param_groups] if later else self.param_groups
         return partial(self._update, now, factor, own)
-
-    def _update(
-        self, gradients: Mapping[int, Gradient], factor: Factor, own: list[dict[str, Any]]
-    ) -> None:
-        """Update flat groups in one call; 16-bit ones one by one, for their fp32 gradients."""
-        half = [k for k in gradients if self.flats[k].dtype in HALF]
-        wide = [k for k in gradients if k not in half]
-        parts = [[*gradients]] if self.together else [wide, *([k] for k in half)]
-        for part in filter(None, parts):
-            for k in part:
-                self._attach(k, gradients[k], factor.value)
-            with self._stepping(part, own, factor):
-                self.torch.step()
-            for k in part:
-                self._end_step(k)
 
     def scales_in_place(self, flat: Flat) -> bool:
         """Whether an update multiplies the gradient itself, not a copy in 32 bits or a buffer."""
@@ -273,15 +233,6 @@ class ShardedOptimizer(Optimizer):
             for run in chain.from_iterable(each.every for each in runs):
                 run.detach()
         self.owners.give(weights)
-
-    def _end_step(self, k: int) -> None:
-        flat = self.flats[k]
-        for run in self.runs[k].every if flat.moves.offload else ():
-            for value in leaves(self.torch.state.get(run.param), Tensor):
-                self.tiers.own(value)  # a state is where its master is
-        if k in self.masters and not flat.moves.publish:
-            self.tiers.settle(flat.shard)
-            flat.shard.copy_(self.masters[k])
 
     def _chosen(self, flats: Sequence[Flat]) -> list[int]:
         return [k for k, flat in enumerate(self.flats) if flat in flats]

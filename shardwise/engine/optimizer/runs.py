@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 
 
-class Run:
+class FlatRun:
     """Parameters `indices` of `flat`, all of one group of options: elements [low, high) of a block.
 
     param    what torch's optimizer steps on: it has data and a gradient in an update only; or
@@ -92,17 +92,22 @@ class Run:
         for key, value in first.items():
             values = [state[key] for state in states]
             if isinstance(value, Tensor) and [each.shape for each in values] == shapes:
-                made = None if key in blocks else value.new_zeros(self.high - self.low)
-                found[key] = self.part(blocks[key]) if made is None else made
-                for i, each in zip(self.indices, values, strict=True):
-                    low, high = (end - self.low for end in self.flat.pieces[i])
-                    if made is not None:
-                        made[low:high] = each.reshape(-1)
+                found[key] = self._whole(values, blocks.get(key))
             elif all(_equal(each, value) for each in values):
                 found[key] = value
             else:
                 return None
         return found
+
+    def _whole(self, values: Sequence[Tensor], block: Tensor | None) -> Tensor:
+        """The part of `block`, whose parts are the values; or new memory with the values."""
+        if block is not None:
+            return self.part(block)
+        made = values[0].new_zeros(self.high - self.low)
+        for i, value in zip(self.indices, values, strict=True):
+            low, high = (end - self.low for end in self.flat.pieces[i])
+            made[low:high] = value.reshape(-1)
+        return made
 
 
 class Runs:
@@ -123,12 +128,12 @@ class Runs:
         self.blocks: Mapping[str, Tensor] = {}
         self.every = self._cut()
 
-    def _cut(self, *, split: bool = False) -> list[Run]:
+    def _cut(self, *, split: bool = False) -> list[FlatRun]:
         """The longest runs; `split`: one for each parameter."""
         kinds = [(g, (split or self.alone[i]) and i) for i, g in enumerate(self.groups)]
         every = [[*run] for _, run in groupby(range(len(kinds)), kinds.__getitem__)]
         return [
-            Run(
+            FlatRun(
                 self.flat,
                 self.groups[i[0]],
                 i,

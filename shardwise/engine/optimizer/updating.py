@@ -15,6 +15,16 @@ made:
     main thread    forward 3, backward 3 | publish 2 | forward 4, backward 4 | publish 3 | ...
     host thread    update 2 ............             | update 3 ............             | ...
 
+fp32, fp64    the class steps on this rank's blocks of the flat parameters (flat_parameter.py)
+bf16, fp16    it steps on fp32 masters of the blocks, one unit at a time:
+              master.grad = gradient in fp32;  step;  block = master in 16 bits
+              A parameter costs 2 (weight) + 2 (gradient) + 12 (master, two moments) bytes, and 4
+              more for one unit at a time.
+offload       masters (fp32, or the dtype of the weight), their gradients and their states are in
+              host memory, where the class steps on them.  Then `publish` copies the updated
+              masters to the device, in the dtype of the weight.  Parameters that rest in host
+              memory too are updated there, as above.
+
 All messages and copies between tiers begin on the main thread, in one order. (ZeRO-Offload, arXiv
 2101.06840, sections 4.2 and 5.2.)
 """
@@ -22,7 +32,7 @@ All messages and copies between tiers begin on the main thread, in one order. (Z
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,14 +44,17 @@ from torch import Tensor
 
 from shardwise.comm.move import begin_sum
 from shardwise.comm.tiers.disk import Disk, Inline
-from shardwise.comm.tiers.tiers import Tiers
+from shardwise.comm.tiers.tiers import Tiers, begin_copy
 from shardwise.comm.world import Axis
 from shardwise.core.errors import NonFiniteError
 from shardwise.core.reduce_order import EARLY_BYTES
+from shardwise.core.tools.tree import leaves
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.norm import LossScale
-from shardwise.engine.optimizer.optimizer import Factor, ShardedOptimizer
+from shardwise.engine.optimizer.optimizer import Factor, Gradient, ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
+from shardwise.engine.optimizer.optimizer_state import device_of
+from shardwise.engine.precision import HALF
 from shardwise.engine.step_end import PendingResult, StepNumbers
 from shardwise.techniques.data.consensus import used_in
 from shardwise.techniques.data.flat.flat_parameter import Flat
@@ -56,6 +69,73 @@ LATE_S: Final = 0.02
 MOST_S: Final = 10.0
 
 
+class MemoryOptimizer(ShardedOptimizer):
+    """Masters and states of each flat group are on the tier of its row."""
+
+    def _master(self, _: int, flat: Flat) -> Tensor | None:
+        """A copy of the shard on the tier of its optimizer state, with 32 bits or more."""
+        half, rests = flat.dtype in HALF, flat.shard
+        if not (half or flat.moves.publish):
+            return None
+        if not flat.moves.offload:
+            return rests.float()
+        if not flat.moves.fetch:
+            rests = begin_copy(rests, self.tiers, "device", "host").wait()
+        return self.tiers.empty(rests.numel(), torch.float32).copy_(rests) if half else rests
+
+    @torch.no_grad()
+    def room(self, k: int, index: int, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """New memory for a state tensor of a parameter of the k-th flat, on the state's tier."""
+        flat = self.flats[k]
+        group = self.param_groups[self.runs[k].groups[index]]
+        place = device_of(key, self.block(k), group)
+        made = torch.zeros(tuple(size), dtype=dtype, device=place)
+        return self.tiers.own(made) if flat.moves.offload else made
+
+    @torch.no_grad()
+    def loaded(self) -> None:
+        """After masters were written from outside: copy them to the weights."""
+        for k in range(len(self.flats)):
+            self._follow_states(k)
+            self._end_step(k)
+        self.publish([self.flats[k] for k in self.masters])
+
+    @torch.no_grad()
+    def publish(self, flats: Sequence[Flat]) -> None:
+        """Copy the masters that are in host memory to weights on the device."""
+        for k in self._chosen(flats):
+            flat = self.flats[k]
+            if tier := flat.moves.publish:
+                source = self.masters[k]
+                if flat.dtype in HALF:
+                    source = self.tiers.empty(source.numel(), flat.dtype).copy_(source)
+                begin_copy(source, self.tiers, "host", tier, flat.shard).wait()
+
+    def _update(
+        self, gradients: Mapping[int, Gradient], factor: Factor, own: list[dict[str, Any]]
+    ) -> None:
+        """Update flat groups in one call; 16-bit ones one by one, for their fp32 gradients."""
+        half = [k for k in gradients if self.flats[k].dtype in HALF]
+        wide = [k for k in gradients if k not in half]
+        parts = [[*gradients]] if self.together else [wide, *([k] for k in half)]
+        for part in filter(None, parts):
+            for k in part:
+                self._attach(k, gradients[k], factor.value)
+            with self._stepping(part, own, factor):
+                self.torch.step()
+            for k in part:
+                self._end_step(k)
+
+    def _end_step(self, k: int) -> None:
+        flat = self.flats[k]
+        for run in self.runs[k].every if flat.moves.offload else ():
+            for value in leaves(self.torch.state.get(run.param), Tensor):
+                self.tiers.own(value)  # a state is where its master is
+        if k in self.masters and not flat.moves.publish:
+            self.tiers.settle(flat.shard)
+            flat.shard.copy_(self.masters[k])
+
+
 def optimizer_of(
     spec: OptimizerSpec, data: Data, tiers: Tiers, disk: Disk | None
 ) -> ShardedOptimizer:
@@ -63,7 +143,7 @@ def optimizer_of(
     order = [flat for unit in data.units.order for flat in unit.trained]
     if disk is not None:
         return DiskOptimizer(spec, order, tiers, data.units, disk)
-    return ShardedOptimizer(spec, order, tiers, data.units)
+    return MemoryOptimizer(spec, order, tiers, data.units)
 
 
 def size_bytes(flats: Iterable[Flat]) -> int:

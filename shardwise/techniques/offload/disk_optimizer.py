@@ -39,7 +39,7 @@ from shardwise.core.plan.plan import Plan
 from shardwise.engine.optimizer.optimizer import Factor, Gradient, Owned, ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec, even_out
 from shardwise.engine.optimizer.optimizer_state import State
-from shardwise.engine.optimizer.runs import Run
+from shardwise.engine.optimizer.runs import FlatRun
 from shardwise.engine.options import Training
 from shardwise.engine.precision import DTYPES
 from shardwise.techniques.data.flat.flat_parameter import Flat
@@ -62,7 +62,7 @@ class FlatOnDisk:
         self.states = {key: allocate(key, dtype) for key in keys}
 
 
-class Chunk(NamedTuple):
+class ChunkRead(NamedTuple):
     """The chunk `number` of all tensors of the k-th flat parameter that an update reads."""
 
     k: int
@@ -74,9 +74,9 @@ class Chunk(NamedTuple):
         return [self.of.gradient, self.of.master, *self.of.states.values()]
 
 
-def read_ahead(disk: Disk, jobs: Sequence[Chunk]) -> Iterator[tuple[Chunk, list[Buffer]]]:
+def read_ahead(disk: Disk, jobs: Sequence[ChunkRead]) -> Iterator[tuple[ChunkRead, list[Buffer]]]:
     """Each job with its chunks in buffers; free buffers read the next jobs meanwhile."""
-    begun: deque[tuple[Chunk, list[Buffer], list[Future[None]]]] = deque()
+    begun: deque[tuple[ChunkRead, list[Buffer], list[Future[None]]]] = deque()
     upcoming = deque(jobs)
     while upcoming or begun:
         while upcoming and (not begun or disk.free >= len(upcoming[0].extents)):
@@ -147,7 +147,7 @@ class DiskOptimizer(ShardedOptimizer):
         for k, (_, used) in gradients.items():
             self.runs[k].part(used)
         jobs = [
-            Chunk(k, self.places[k], number)
+            ChunkRead(k, self.places[k], number)
             for k in gradients
             for number in range(self.places[k].master.chunks)
         ]
@@ -163,7 +163,7 @@ class DiskOptimizer(ShardedOptimizer):
 
     def _update_chunk(
         self,
-        job: Chunk,
+        job: ChunkRead,
         buffers: Sequence[Buffer],
         factor: float,
         before: Mapping[Tensor, State],
@@ -195,21 +195,20 @@ class DiskOptimizer(ShardedOptimizer):
             after[run.param] = state = self.torch.state.pop(run.param, {})
             for key, value in state.items():
                 if _streamed(value):
-                    part, state[key] = run.part(chunks[key], *span), run.part(blocks[key])
-                    if part.data_ptr() != value.data_ptr():
-                        part.copy_(value)
+                    _keep(value, run.part(chunks[key], *span))
+                    state[key] = run.part(blocks[key])
                 elif isinstance(value, Tensor):
                     self.tiers.own(value)
             run.detach()
 
-    def _inside(self, k: int, first: int, last: int) -> Iterator[Run]:
+    def _inside(self, k: int, first: int, last: int) -> Iterator[FlatRun]:
         """Runs with a gradient and elements in [first, last) of the block, or none on this rank."""
         for run in self.runs[k].every:
             here = max(run.low, first) < min(run.high, last)
             if self.flats[k].grads.used[run.indices[0]]:
                 yield from [run] if here or (run.low == run.high and first == 0) else []
 
-    def _publish_chunk(self, job: Chunk, narrow: Buffer, master: Buffer) -> None:
+    def _publish_chunk(self, job: ChunkRead, narrow: Buffer, master: Buffer) -> None:
         """Copy a chunk of the master to where the weight rests, and release `narrow`."""
         flat, extent, weight = job.of.flat, job.of.master, job.of.weight
         first, last = extent.span(job.number)
@@ -248,7 +247,7 @@ class DiskOptimizer(ShardedOptimizer):
             for number in range(0 if of.weight is of.master else of.master.chunks):
                 narrow, buffer = self.disk.acquire(), self.disk.acquire()
                 self.disk.begin_read(of.master, number, buffer).result()
-                self._publish_chunk(Chunk(k, of, number), narrow, buffer)
+                self._publish_chunk(ChunkRead(k, of, number), narrow, buffer)
                 self.disk.release(buffer)
 
 
@@ -303,3 +302,9 @@ def _streamed(value: Any) -> bool:
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _keep(value: Tensor, part: Tensor) -> None:
+    """Copy a state to its chunk, if a step has made it elsewhere."""
+    if part.data_ptr() != value.data_ptr():
+        part.copy_(value)

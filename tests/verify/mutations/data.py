@@ -17,7 +17,7 @@ from shardwise.engine.optimizer import updating
 from shardwise.engine.optimizer.norm import LossScale, LossWeights
 from shardwise.engine.optimizer.optimizer import Factor, ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
-from shardwise.engine.optimizer.updating import Updates
+from shardwise.engine.optimizer.updating import MemoryOptimizer, Updates
 from shardwise.techniques.data.buffers import Buffers
 from shardwise.techniques.data.flat import flat_gradient, flat_parameter
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
@@ -257,8 +257,8 @@ def a_bit_of_a_replica(real, engine: Engine, batch: Any) -> Any:
     return real(engine, batch)
 
 
-@ROWS.around("dp2 zero1 bf16 of gpt", ShardedOptimizer, "_update")
-def one_gradient_three_percent_too_large(real, states: ShardedOptimizer, gradients: Any, *of: Any):
+@ROWS.around("dp2 zero1 bf16 of gpt", MemoryOptimizer, "_update")
+def one_gradient_three_percent_too_large(real, states: MemoryOptimizer, gradients: Any, *of: Any):
     for k in gradients.keys() & states.masters.keys():
         flat, name = states.flats[k], "blocks.0.mlp.down.weight"
         if name in flat.names:
@@ -266,23 +266,23 @@ def one_gradient_three_percent_too_large(real, states: ShardedOptimizer, gradien
     real(states, gradients, *of)
 
 
-@ROWS.around("dp2 bf16 of gpt", ShardedOptimizer, "_update")
-def masters_rounded_to_16_bits(real, states: ShardedOptimizer, gradients: Any, *args: Any) -> None:
+@ROWS.around("dp2 bf16 of gpt", MemoryOptimizer, "_update")
+def masters_rounded_to_16_bits(real, states: MemoryOptimizer, gradients: Any, *args: Any) -> None:
     real(states, gradients, *args)
     for k in gradients.keys() & states.masters.keys():
         states.masters[k].copy_(states.flats[k].shard)
 
 
-@ROWS.around("dp2 zero1 bf16 of gpt", ShardedOptimizer, "_end_step")
-def masters_truncated(real, states: ShardedOptimizer, k: int) -> None:
+@ROWS.around("dp2 zero1 bf16 of gpt", MemoryOptimizer, "_end_step")
+def masters_truncated(real, states: MemoryOptimizer, k: int) -> None:
     real(states, k)
     flat = states.flats[k]
     if not flat.moves.offload:
         flat.shard.copy_(truncated(states.masters[k]))
 
 
-@ROWS.around("dp2 zero1 offload:optim bf16 of gpt", ShardedOptimizer, "publish")
-def masters_on_the_host_truncated(real, states: ShardedOptimizer, *args: Any) -> None:
+@ROWS.around("dp2 zero1 offload:optim bf16 of gpt", MemoryOptimizer, "publish")
+def masters_on_the_host_truncated(real, states: MemoryOptimizer, *args: Any) -> None:
     kept = states.masters
     states.masters = {k: truncated(master) for k, master in kept.items()}
     real(states, *args)
