@@ -94,7 +94,7 @@ Issue = Callable[[str, str, int, Callable[[], Any]], Pending[Any]]
 
 
 class FakeLinks(Links):
-    """Opens fake transports. `issue` is told of each message while a step is recorded."""
+    """Opens fake transports. While a step is recorded, `issue` is called for each message."""
 
     issue: Issue | None = None
 

@@ -85,7 +85,7 @@ class Tiers:
         self._sweep_at = _SWEEP_AT
         # how many storages have become memory of the host or a disk, and changes of size
         self.owned = self.resized = 0
-        self.issue: Any = None  # is told of each copy while a step is recorded (comm/fake.py)
+        self.issue: Any = None  # while a step is recorded: called for each copy (comm/fake.py)
         self._lock = Lock()  # a thread that updates owns states that it makes
         self._streams: dict[Tier, torch.cuda.Stream] = {}
 

@@ -5,12 +5,12 @@
     bubble     in a pipeline, the time for which the rank waits for other stages
     update     gradients and states are read, states and weights written, at memory bandwidth
 
-Microbatches have the shapes of the first, experts an even load. A dry run has few of equal
-microbatches: those in the middle of a step repeat. In a pipeline the clock of the schedule has the
-mean seconds of each action of each stage; ranks whose stages have equally many parameters, neither
-the first nor the last, are alike, and one of them is run. A message to another stage overlaps with
-computation, and takes a hop. All ranks meet at the end, so a rank idles until the schedule's last
-action, while its sums go on.
+All microbatches have the shapes of the first, and experts an even load. Of many equal microbatches
+a dry run takes only a few, since those in the middle of a step repeat. In a pipeline, the clock of
+the schedule uses the mean time of each action of each stage. Of the ranks between the first and the
+last, only one is run for each number of parameters. A message to another stage overlaps with
+computation and takes one hop. All ranks wait for each other at the end of a step, so a rank idles
+until the last action of the schedule, while its reductions go on.
 """
 
 from collections import Counter, defaultdict

@@ -179,8 +179,8 @@ def _expanded(entries: Entries, modules: Mapping[str, nn.Module]) -> tuple[Entri
 def _by_pattern(styles: Mapping[str, str], modules: Mapping[str, nn.Module]) -> Entries:
     """The styles, in one entry for all layers where a pattern matches modules of one style."""
     patterns = dict.fromkeys(map(general, styles))
-    alike = {p for p in patterns if len({styles.get(n) for n in matching(p, modules)}) == 1}
-    found = {general(n) if general(n) in alike else n: style for n, style in styles.items()}
+    uniform = {p for p in patterns if len({styles.get(n) for n in matching(p, modules)}) == 1}
+    found = {general(n) if general(n) in uniform else n: style for n, style in styles.items()}
     return tuple(found.items())
 
 
