@@ -9,6 +9,7 @@ from weakref import ref
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.utils.parametrizations import weight_norm
 from torch.overrides import TorchFunctionMode
@@ -146,12 +147,14 @@ class Doubled(TorchFunctionMode):
 
 def passed(model: nn.Module, *, twice: bool = True) -> dict[str, Tensor]:
     """Gradients and buffers after a pass, `twice` backward, and the state of the generator. The
-    forward runs in a mode, as that in which models of transformers compute in fp64.
+    forward runs in a mode, as that in which models of transformers compute in fp64; a tensor is in
+    the place of a parameter.
     """
     torch.manual_seed(1)
     x = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
     with Doubled():
-        loss = model(x).square().sum()
+        halved = {"blocks.0.q.weight": model.get_parameter("blocks.0.q.weight") / 2}
+        loss = functional_call(model, halved, x).square().sum()
     first = torch.autograd.grad(loss, x, retain_graph=True)[0] if twice else None
     state = {"generator": torch.get_rng_state()}
     loss.backward()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributions import Normal
+from torch.func import functional_call
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -23,9 +24,10 @@ class Block(nn.Module):
     def __init__(self, hidden: int = 9) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(6, hidden), nn.Linear(hidden, 6)
+        self.scale = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+        return x + self.scale * self.down(torch.tanh(self.up(x)))
 
 
 class Stack(nn.Module):
@@ -354,6 +356,29 @@ def penalised(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return functional.mse_loss(model(x), y) + hidden.square().mean()
 
 
+def steered(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Hooks that are on the blocks for one pass: one changes an input, one keeps an output; and an
+    attribute that a block reads.
+    """
+    assert isinstance(model, Stack)
+    kept = list[Tensor]()
+    hooks = [
+        model.blocks[0].register_forward_hook(lambda _, __, out: kept.append(out)),
+        model.blocks[-1].register_forward_pre_hook(lambda _, given: (given[0] * 1.1,)),
+    ]
+    for number, block in enumerate(model.blocks):
+        block.scale = 1 / (1 + number)
+    out = model(batch[0])
+    for hook in hooks:
+        hook.remove()
+    return functional.mse_loss(out, batch[1]) + kept[0].square().mean()
+
+
+def scaled(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    weights = {name: p * 0.9 for name, p in model.named_parameters() if p.ndim > 1}
+    return functional.mse_loss(functional_call(model, weights, batch[0]), batch[1])
+
+
 def in_eval(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Without dropout; the model has its modes again where the function ends."""
     modes = [module.training for module in model.modules()]
@@ -373,6 +398,8 @@ def task_of(name: str) -> Task:
 TASKS = {
     "two passes": Task(partial(make, "stack"), vectors, two_views, None),
     "parts on their own": Task(partial(make, "stack"), vectors, penalised, None),
+    "other weights": Task(partial(make, "stack"), vectors, scaled, None),
+    "hooks in the loss": Task(partial(make, "stack"), vectors, steered, None),
     "dropout off in the loss": Task(partial(make, "dropout"), vectors, in_eval, None),
     **{name: task_of(name) for name in ZOO if name != "dropout"},
 }

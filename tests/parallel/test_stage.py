@@ -225,6 +225,7 @@ def test_stages_compute_what_the_model_does(name: str, plan: str) -> None:
 OF_THE_ZOO = [
     *(f"returns a {how}" for how in ("dataclass", "dict", "tuple")),
     *("checkpoint around", "twice", "last frozen", "dropout off in the loss", "weight by a hook"),
+    "hooks in the loss",
 ]
 
 

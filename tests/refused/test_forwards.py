@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.core.errors import InputError
@@ -90,6 +91,11 @@ def hooked() -> nn.Module:
     return model
 
 
+def late(model: Any, x: Tensor) -> Tensor:
+    model.blocks[0].register_full_backward_hook(lambda *_: None)
+    return model.blocks[0](x)
+
+
 def carries(model: Any, x: Tensor) -> Tensor:
     model.blocks[2](model.blocks[1](model.blocks[0](x)))
     return model.blocks[3](x)
@@ -136,6 +142,11 @@ FOLLOWED: list[tuple[Callable[[], nn.Module], str]] = [
     (lambda: stack(early), r"blocks\.3\.up\.weight, of stage 1, used by __getitem__"),
     (lambda: stack(lambda model, x: model.blocks[0](x)), r"ends in stage 0 of 2, after blocks\.0"),
     (hooked, r"forward hooks on blocks\.0.*the rank of a layer has what its hook stores"),
+    (lambda: stack(late), r"backward hook put on blocks\.0 while a pipeline runs"),
+    (
+        lambda: stack(lambda m, x: functional_call(m, {"blocks.0.mask": x}, (x,))),
+        r"blocks\.0\.mask set to a Tensor while a pipeline runs",
+    ),
     (lambda: stack(autocast), r"torch\.autocast around blocks\.0"),
 ]
 

@@ -27,7 +27,7 @@ from shardwise.engine.state.box import Box, block
 from shardwise.techniques.data.apply import driver_of, flats_of
 from shardwise.techniques.data.buffers import normal_mode
 from shardwise.techniques.data.unit_hooks import Data
-from shardwise.techniques.pipeline.trace.placeholders import StandIn
+from shardwise.techniques.pipeline.trace.interceptor import StandIn
 from shardwise.wrap.pipe import Piped, pipe_of
 
 #: The last part of a key of what `get_extra_state` gives.

@@ -29,7 +29,7 @@ from shardwise.engine import batch
 from shardwise.kernels.logits import LogitRows, Logits
 from shardwise.techniques.layers.exchange import Redistributed, RowExchange, between, plain
 from shardwise.techniques.layers.plans import Layers
-from shardwise.techniques.pipeline.trace.placeholders import StandIn
+from shardwise.techniques.pipeline.trace.interceptor import StandIn
 from shardwise.techniques.tensor import apply as tensor_parallel
 from shardwise.techniques.tensor.sharded_logits import Tensors
 

@@ -31,8 +31,7 @@ from torch import Tensor, nn
 from shardwise.core.errors import InputError, bad
 from shardwise.core.tools.tree import leaves, mapped
 from shardwise.techniques.pipeline.stage_io import ForwardStep, StageTrace
-from shardwise.techniques.pipeline.trace.interceptor import Seen, line, name_of
-from shardwise.techniques.pipeline.trace.placeholders import Of
+from shardwise.techniques.pipeline.trace.interceptor import Of, Seen, line, name_of
 
 #: What acts on the gradient of a value: done by the stage that the glue belongs to, by no other.
 _HOOKS: Final = frozenset(

@@ -196,11 +196,16 @@ _FIXED: Final = vars(nn.Module()).keys() - {"training"} | {"forward"}
 
 
 class ModuleState:
-    """Attributes (flags, counters) and buffers of modules, as a forward pass finds them."""
+    """Attributes (flags, counters), buffers, and tensors in place of parameters (functional_call),
+    as a forward pass finds them.
+    """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         own = [(vars(m), vars(m).keys() - _FIXED) for m in modules]
         self.attributes = [(table, {key: table[key] for key in keys}) for table, keys in own]
+        params = [(m._parameters, key, p) for m in modules for key, p in m._parameters.items()]
+        given = (x for x in params if x[2] is not None and not isinstance(x[2], nn.Parameter))
+        self.attributes += [(table, {key: p}) for table, key, p in given]
         buffers = [(m._buffers, key, b) for m in modules for key, b in m._buffers.items()]
         self.buffers = [(*x, x[2]._version, x[2].clone()) for x in buffers if x[2] is not None]
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from shardwise.core.tools.tree import leaves
 from shardwise.techniques.pipeline.stage import Stage
 from shardwise.techniques.pipeline.stage_io import StageTrace
-from shardwise.techniques.pipeline.trace.interceptor import Seen, name_of
-from shardwise.techniques.pipeline.trace.placeholders import Of
+from shardwise.techniques.pipeline.trace.interceptor import Of, Seen, name_of
 
 #: Functions that return the numbers in a tensor to the program.
 READS: Final = (

@@ -12,11 +12,12 @@ import sys
 import sysconfig
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode,
@@ -179,3 +180,106 @@ def line() -> str:
             return f"{Path(path).name}:{frame.f_lineno}"
         frame = frame.f_back
     return "the forward"
+
+
+# --- in place of a layer ----------------------------------------------------------------------
+
+
+@dataclass
+class Of:
+    """The layer behind a stand-in: the twin's, and on the ranks that own it the real one."""
+
+    name: str
+    stages: tuple[int, ...]
+    twin: nn.Module
+    real: nn.Module | None
+    player: Glue | None = None
+    following: bool = False
+
+    @property
+    def answers(self) -> Any:
+        return self.twin if self.real is None or self.following else self.real
+
+
+class StandIn(nn.Module):
+    """Takes the place of a layer; has nothing that `parameters` or `state_dict` would return."""
+
+    def __init__(self, of: Of) -> None:
+        super().__init__()
+        vars(self)["_of"] = of
+        del vars(self)["training"]  # the layer's
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Hooks that a loss or a forward registers here run between the layers, as glue."""
+        if self._backward_hooks or self._backward_pre_hooks:
+            raise bad(
+                f"a backward hook put on {vars(self)['_of'].name} while a pipeline runs",
+                "backward hooks on layers before the step; forward hooks at any time",
+                "the hook where the model is built, or a plan without pp",
+            )
+        return (super().__call__ if any(hooks_of(self)) else self.forward)(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Pass the call to the player; outside of a stage, call the layer (in a recomputation)."""
+        of: Of = vars(self)["_of"]
+        if of.player is not None:
+            return of.player.layer(of, args, kwargs)
+        if of.real is None or any(isinstance(x, Tensor) and x.is_meta for x in args):
+            whose = "which is on another rank" if of.real is None else "of another rank's tensor"
+            raise bad(
+                f"a call of {of.name}, {whose}, outside of its stage",
+                "recomputation (torch.utils.checkpoint) within one layer, or around one",
+                f"checkpoint({of.name}, x, use_reentrant=False)",
+            )
+        return of.real(*args, **kwargs)
+
+    def _load_from_state_dict(self, *_: Any) -> None:
+        """The state of the layer is for its own rank."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(vars(self)["_of"].answers, name)
+
+    def __len__(self) -> int:
+        return len(vars(self)["_of"].answers)
+
+    def __bool__(self) -> bool:
+        return bool(vars(self)["_of"].answers)
+
+    def __getitem__(self, key: Any) -> Any:
+        return vars(self)["_of"].answers[key]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set it on the layer, so that a forward or a loss that sets it computes with it."""
+        of: Of = vars(self)["_of"]
+        if isinstance(value, Tensor | nn.Module):
+            raise bad(
+                f"{of.name}.{name} set to a {type(value).__name__} while a pipeline runs",
+                "tensors as arguments of a layer: only those reach the rank that has it",
+                f"self.{of.name}(x, {name}), or a plan without pp",
+            )
+        setattr(of.answers, name, value)
+
+    def train(self, mode: bool = True) -> "StandIn":
+        vars(self)["_of"].answers.train(mode)
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> "StandIn":
+        if requires_grad:  # what is frozen later still has the gradients of its stage
+            vars(self)["_of"].twin.requires_grad_()
+        return self
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Any:
+        """During a stage, the layer's own: a model may ask for its first parameter."""
+        of: Of = vars(self)["_of"]
+        whose = super() if of.player is None else of.answers
+        return whose.named_modules(memo, prefix, remove_duplicate)
+
+
+def hooks_of(stand_in: StandIn) -> tuple[dict[int, Any], ...]:
+    forward = stand_in._forward_pre_hooks, stand_in._forward_hooks
+    return *forward, stand_in._backward_pre_hooks, stand_in._backward_hooks

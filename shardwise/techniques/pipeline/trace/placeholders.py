@@ -36,7 +36,7 @@ from torch.nn.utils import parametrize
 from shardwise.comm.parameter import attributes, meta_parameters
 from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import suggest
-from shardwise.techniques.pipeline.trace.interceptor import Glue
+from shardwise.techniques.pipeline.trace.interceptor import Glue, Of, StandIn, hooks_of
 
 #: The places of the calls of each module, by all its names, in a forward pass.
 Calls = Mapping[str, tuple[int, ...]]
@@ -48,22 +48,6 @@ class StageLayer:
 
     names: tuple[str, ...]
     stages: tuple[int, ...]
-
-
-@dataclass
-class Of:
-    """The layer behind a stand-in: the twin's, and on the ranks that own it the real one."""
-
-    name: str
-    stages: tuple[int, ...]
-    twin: nn.Module
-    real: nn.Module | None
-    player: Glue | None = None
-    following: bool = False
-
-    @property
-    def answers(self) -> Any:
-        return self.twin if self.real is None or self.following else self.real
 
 
 # --- the cut ---------------------------------------------------------------------------------
@@ -185,73 +169,6 @@ def twin(model: nn.Module) -> nn.Module:
 # --- in place --------------------------------------------------------------------------------
 
 
-class StandIn(nn.Module):
-    """Takes the place of a layer; has nothing that `parameters` or `state_dict` would return."""
-
-    def __init__(self, of: Of) -> None:
-        super().__init__()
-        vars(self)["_of"] = of
-        del vars(self)["training"]  # the layer's
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Pass the call to the player; outside of a stage, call the layer (in a recomputation)."""
-        of: Of = vars(self)["_of"]
-        if of.player is not None:
-            return of.player.layer(of, args, kwargs)
-        if of.real is None or any(isinstance(x, Tensor) and x.is_meta for x in args):
-            whose = "which is on another rank" if of.real is None else "of another rank's tensor"
-            raise bad(
-                f"a call of {of.name}, {whose}, outside of its stage",
-                "recomputation (torch.utils.checkpoint) within one layer, or around one",
-                f"checkpoint({of.name}, x, use_reentrant=False)",
-            )
-        return of.real(*args, **kwargs)
-
-    forward = __call__
-
-    def _load_from_state_dict(self, *_: Any) -> None:
-        """The state of the layer is for its own rank."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(vars(self)["_of"].answers, name)
-
-    def __len__(self) -> int:
-        return len(vars(self)["_of"].answers)
-
-    def __bool__(self) -> bool:
-        return bool(vars(self)["_of"].answers)
-
-    def __getitem__(self, key: Any) -> Any:
-        return vars(self)["_of"].answers[key]
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """The training mode is the layer's, so that a loss that sets it computes with it."""
-        if name == "training":
-            vars(self)["_of"].answers.training = value
-        else:
-            super().__setattr__(name, value)
-
-    def train(self, mode: bool = True) -> "StandIn":
-        vars(self)["_of"].answers.train(mode)
-        return self
-
-    def requires_grad_(self, requires_grad: bool = True) -> "StandIn":
-        if requires_grad:  # what is frozen later still has the gradients of its stage
-            vars(self)["_of"].twin.requires_grad_()
-        return self
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Any:
-        """During a stage, the layer's own: a model may ask for its first parameter."""
-        of: Of = vars(self)["_of"]
-        whose = super() if of.player is None else of.answers
-        return whose.named_modules(memo, prefix, remove_duplicate)
-
-
 #: A slot of a module: its table of modules, or of parameters, and the key in it.
 Slot = tuple[dict[str, Any], str]
 
@@ -284,6 +201,7 @@ class StageLayers:
         self.pairs = [(m, twin.get_submodule(name)) for name, m in outside.items()]
         self._own_parameters(found, outside)
         self.standing: list[Of] = []
+        self.stand_ins: list[StandIn] = []
         self.buffers: list[tuple[str, tuple[int, ...], Slot, dict[str, Any] | None]] = []
         self.swaps: list[tuple[Slot, nn.Module, nn.Module]] = []
         for name, layer in found.items():
@@ -373,6 +291,7 @@ class StageLayers:
         of = Of(name, layer.stages, theirs, ours if self.own_stages & set(layer.stages) else None)
         stand_in = StandIn(of)
         self.standing.append(of)
+        self.stand_ins.append(stand_in)
         self._own_buffers(of)
         for each in layer.names:
             _put(self.twin, each, stand_in)
@@ -411,8 +330,9 @@ class StageLayers:
     @contextmanager
     def playing(self, player: Glue) -> Iterator[nn.Module]:
         """The model, with a stand-in for every layer during the `with`, and its modes after it: a
-        stage ends in the middle of a loss that sets them.
+        stage ends in the middle of a loss that sets them, or that registers hooks for a call.
         """
+        hooks = [(table, dict(table)) for x in self.stand_ins for table in hooks_of(x)]
         modes = [(module, module.training) for module in self._with_modes[0]]
         before = [(of.player, of.following) for of in self.standing]  # of a trace, in its midst
         for of in self.standing:
@@ -423,6 +343,11 @@ class StageLayers:
             table[key] = p
         try:
             yield self.model
+        except BaseException:
+            for table, old in hooks:
+                table.clear()
+                table.update(old)
+            raise
         finally:
             for of, (old, following) in zip(self.standing, before, strict=True):
                 of.player, of.following = old, following

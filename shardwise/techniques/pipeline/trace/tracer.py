@@ -28,7 +28,7 @@ from shardwise.core.tools.tree import leaves, mapped
 from shardwise.techniques.pipeline.stage import UNKNOWN, Unanswered
 from shardwise.techniques.pipeline.stage_io import ForwardStep, Spec, StageTrace, crossing, maker
 from shardwise.techniques.pipeline.trace.answers import ASKED, READS, answers, by_numbers, masks
-from shardwise.techniques.pipeline.trace.interceptor import Seen, line, name_of
+from shardwise.techniques.pipeline.trace.interceptor import Of, Seen, line, name_of
 from shardwise.techniques.pipeline.trace.outside_buffers import (
     OutsideBuffers,
     memory_order,
@@ -36,7 +36,6 @@ from shardwise.techniques.pipeline.trace.outside_buffers import (
     spec_of,
 )
 from shardwise.techniques.pipeline.trace.outside_buffers import storage_of as _storage
-from shardwise.techniques.pipeline.trace.placeholders import Of
 
 META: Final = torch.device("meta")
 #: Copies between devices: on meta there is one device.
