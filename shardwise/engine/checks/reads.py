@@ -4,11 +4,11 @@
     model.get_encoder()(ids)   modules whose parameters the root gathers
 
 A module keeps its parameters in a table, which `module.weight` reads.  On a sharded module the
-table is a `Parameters`: where the full value is there it gives the parameter itself, elsewhere a
-`Read`, which has its shape, dtype and device.  The first operation that needs the values gathers
-them, on all ranks, and continues with the parameter; its unit stays gathered until the end of the
-backward pass.  A weight that is split over tensor ranks has no full value to gather: an operation
-on it outside of its layer raises.
+table is a `Parameters`.  While autograd records a forward pass or a loss, it gathers the full
+value, on all ranks, and gives the parameter; its unit stays gathered until the end of the backward
+pass.  At other times it gives a `Read`, which has its shape, dtype and device, and gathers before
+the first operation that needs the values.  A weight that is split over tensor ranks has no full
+value to gather: an operation on it outside of its layer raises.
 
 `module.parameters()` gives this rank's pieces, on which optimizers and averages of weights work.
 Between a recorded forward pass and its backward pass it gives full parameters, since a loss is
@@ -201,6 +201,11 @@ def guard_shards(model: nn.Module, data: Data, *, together: bool = False) -> lis
     return handles
 
 
+def _computes(data: Data) -> bool:
+    """Whether this is a forward pass that autograd records, or a loss that follows one."""
+    return data.staged is None and (data.records if data.in_root else data.computes_loss)
+
+
 class _Reads:
     """The reads of one model's shards.  Tables outlive its hooks, so it keeps these weakly."""
 
@@ -218,6 +223,9 @@ class _Reads:
                 flat.looked = True  # between steps, the program may write to it
             elif data.staged is not None:
                 return None
+            rests = flat.state is not State.UNSHARDED
+            if data is not None and rests and _computes(data) and torch.is_grad_enabled():
+                data.open(unit)  # as an autograd.Function needs it
             if flat.state is State.UNSHARDED:
                 return None
             if not made:
@@ -244,7 +252,7 @@ class _Reads:
         if data.staged is not None and data.in_step:
             return
         # a loss is computed, or a forward pass of training updates weights under no_grad
-        full = data.staged is None and (data.records if data.in_root else data.computes_loss)
+        full = _computes(data)
         if data.in_root or data.pace.by_hand:  # an engine computes no loss but its own
             full &= torch.is_grad_enabled() != data.in_root
         for unit in units:

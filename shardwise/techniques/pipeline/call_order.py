@@ -46,9 +46,9 @@ class Anything(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE:
+        if func == _DEVICE:
             return torch.device("meta")
-        if func is _DTYPE:
+        if func == _DTYPE:
             return torch.get_default_dtype()
         return cls.one
 
