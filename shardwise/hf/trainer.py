@@ -28,6 +28,7 @@ from shardwise.engine.state.full import full_state_dict
 from shardwise.engine.step_end import Metrics
 from shardwise.hf import training_arguments
 from shardwise.hf.shares import PADDING, DataRanks, Updated, first_rows, joined, rows_in
+from shardwise.models.trainable import without_decay
 from shardwise.techniques.pipeline.trace.placeholders import twin
 from shardwise.techniques.tensor.tensor_table import Table
 
@@ -144,9 +145,8 @@ class Trainer(transformers.Trainer):
         decay = self.args.weight_decay
         groups: dict[str, dict[str, Any]] = {}
         if decay:
-            groups = training_arguments.without_decay(
-                self.model, {*self.get_decay_parameter_names(self.model)}
-            )
+            decayed = {*self.get_decay_parameter_names(self.model)}
+            groups = without_decay(self.model, decayed)
         return training_arguments.specification(kind, options, decay, groups)
 
     # --- what Trainer asks for before it trains ---------------------------------------------------

@@ -4,11 +4,9 @@ Trainer's own code reads the other fields, or they are translated into the plan,
 specification and the data shares (docs/how-to/trainer.md).
 """
 
-import re
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from torch import nn
 from torch.optim import Optimizer
 from transformers import TrainingArguments
 
@@ -136,8 +134,6 @@ STEPS: Final = (
     *("_prepare_for_training", "_save_optimizer_and_scheduler", "_wrap_model"),
 )
 
-_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
-
 
 def specification(
     kind: type[Optimizer], options: dict[str, Any], decay: float, groups: dict[str, dict[str, Any]]
@@ -146,18 +142,3 @@ def specification(
     known = {key: value for key, value in options.items() if key != "fused"}
     known["weight_decay"] = decay
     return Optim(kind, groups=groups, **known)
-
-
-def without_decay(model: nn.Module, decayed: set[str]) -> dict[str, dict[str, Any]]:
-    """Patterns of the names that are not `decayed`: one for the same weight of all layers.
-    A pattern that would match a decayed name too is written out as the names.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        if name in decayed:
-            continue
-        pattern = _NUMBER.sub("*", name)
-        exact = re.compile(re.escape(pattern).replace(r"\*", ".*"))
-        clash = any(exact.fullmatch(other) for other in decayed)
-        found[name if clash else pattern] = {"weight_decay": 0.0}
-    return found

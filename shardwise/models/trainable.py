@@ -153,3 +153,18 @@ def generator(name: str, seed: int) -> torch.Generator:
 def fill(model: nn.Module, seed: int) -> None:
     for name, parameter in model.named_parameters():
         initial(name, parameter, seed)
+
+
+def without_decay(model: nn.Module, decayed: set[str]) -> dict[str, dict[str, Any]]:
+    """Patterns of the names that are not `decayed`: one for the same weight of all layers.
+    A pattern that would match a decayed name too is written out as the names.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if name in decayed:
+            continue
+        pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+        exact = re.compile(re.escape(pattern).replace(r"\*", ".*"))
+        clash = any(exact.fullmatch(other) for other in decayed)
+        found[name if clash else pattern] = {"weight_decay": 0.0}
+    return found

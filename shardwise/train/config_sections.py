@@ -134,7 +134,9 @@ class TrainSection(BaseModel):
     min_lr_ratio: float = Field(
         default=0.1, ge=0, le=1, description="the fraction of `lr` at the end of the decay"
     )
-    weight_decay: float = Field(default=0.1, ge=0, description="the optimizer's weight decay")
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="the weight decay of matrices; norms and biases have none"
+    )
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = Field(  # TOML has no tuples
         default=(0.9, 0.95), description="the two betas of AdamW or Lion"
     )

@@ -4,10 +4,11 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.comm.world import World
 from shardwise.core.errors import RunError
@@ -20,6 +21,7 @@ from shardwise.engine.parallelize import build_engine
 from shardwise.engine.predict import Predictor, predict_with
 from shardwise.models import decoder, gpt
 from shardwise.models.decoder import Sizes
+from shardwise.models.trainable import without_decay
 from shardwise.observe.dry_twin import DryTwin
 from shardwise.observe.work import kernels_of
 from shardwise.prediction.prediction import Prediction
@@ -89,15 +91,21 @@ def _as_built(prepared: PreparedRun, engine: Engine) -> EngineOptions:
     return replace(_options(prepared, engine.world.device), stages=stages)
 
 
-def optimizer_of(train: TrainSection) -> OptimizerSpec:
-    """The optimizer that [train] names. Muon is scaled so that AdamW's rates fit."""
+def optimizer_of(train: TrainSection, model: nn.Module) -> OptimizerSpec:
+    """The optimizer that [train] names, without weight decay for norms and biases (vectors). Muon
+    is scaled so that AdamW's rates fit.
+    """
+    decayed = {n for n, p in model.named_parameters(remove_duplicate=False) if p.ndim > 1}
     options: dict[str, Any] = {"lr": train.lr, "weight_decay": train.weight_decay}
+    groups = without_decay(model, decayed)
     if train.optimizer == "adafactor":
-        return Adafactor(**options)
+        return Adafactor(groups, **options)
+    adamw = partial(AdamW, lr=train.lr, betas=train.betas)
     if train.optimizer == "muon":
-        rest = AdamW(**options, betas=train.betas)
-        return Muon(**options, rest=rest, adjust_lr_fn="match_rms_adamw")
-    return (Lion if train.optimizer == "lion" else AdamW)(**options, betas=train.betas)
+        vectors = dict.fromkeys(groups, adamw(weight_decay=0.0))
+        rest = adamw(weight_decay=train.weight_decay)
+        return Muon(vectors, **options, rest=rest, adjust_lr_fn="match_rms_adamw")
+    return (Lion if train.optimizer == "lion" else AdamW)(groups, **options, betas=train.betas)
 
 
 def _options(prepared: PreparedRun, device: torch.device) -> EngineOptions:
@@ -111,7 +119,7 @@ def options_of_run(
     """The options of the engine."""
     train = config.train
     return EngineOptions(
-        optimizer=optimizer_of(train),
+        optimizer=optimizer_of(train, on_meta(sizes)),
         # not a number for a part without targets, which has weight zero
         loss=decoder.loss_of(sizes),
         # an infinite bound does not clip, but the norm is computed, and recorded

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from shardwise.core.errors import InputError
 from shardwise.migrate.read import imported
+from shardwise.models import gpt
 from shardwise.prediction.cluster import cluster_of
 from shardwise.train import config
-from shardwise.train.model import learning_rate
+from shardwise.train.model import learning_rate, optimizer_of
 from shardwise.verify.inputs import table_in
 
 
@@ -196,3 +197,16 @@ def test_the_rate_rises_peaks_and_ends_where_it_should(decay: str):
     assert (rates[41] == 0.5) == (decay in ("constant", "wsd"))
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert rates[-1] == pytest.approx(0.5 if decay == "constant" else 0.1)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
+def test_matrices_decay_and_vectors_do_not(name: str):
+    """Also those that Muon's AdamW updates; one pattern for the same weight of all blocks."""
+    train = config.build({"train": {"optimizer": name}}).train
+    spec = optimizer_of(train, gpt.GPT(gpt.SIZES["tiny"]))
+    norms = ("blocks.*.attn_norm", "blocks.*.mlp_norm", "norm")
+    assert [*spec.groups] == [f"{name}.weight" for name in norms]
+    for parameter, dims in (("blocks.2.attn_norm.weight", 1), ("blocks.2.mlp.up.weight", 2)):
+        _, of, own = spec.members[spec.number(parameter, dims)]
+        assert (of.options | own)["weight_decay"] == (0.1 if dims == 2 else 0.0)
+        assert of.options["lr"] == train.lr
