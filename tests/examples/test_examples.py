@@ -29,9 +29,15 @@ PLANS = {
     "unet": ("pp2 1f1b:4", "zero3"),
     "gradient_penalty": ("zero1", "ddp"),
     "gan": ("zero3", "ddp"),
+    "dpo": ("zero3", "tp2"),
+    "grpo": ("zero3", "ddp"),
+    "distill": ("zero3", "pp2 1f1b:4"),
 }
 #: What a recipe needs beside Shardwise.
-NEEDS = {"lora": ("peft", "transformers"), "t5": ("transformers",), "vit": ("transformers",)}
+NEEDS = {
+    **dict.fromkeys(("t5", "vit", "grpo"), ("transformers",)),
+    **dict.fromkeys(("lora", "dpo"), ("peft", "transformers")),
+}
 LAUNCH = ROOT / "examples" / "launch"
 
 
