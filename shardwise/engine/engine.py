@@ -116,9 +116,12 @@ class Engine:
         own = part if own is None else own
         for each in reversed(self.sharded.applied):
             part = each.enter(part, model, own)
-        self.data.computes_loss = True
-        with hint.shapes(self.plan):
-            return self.training.loss(model, shares.widened(own, self.dtype, model))
+        self.data.computes_loss = self.data.in_loss = True
+        try:  # a stage ends in the middle of it
+            with hint.shapes(self.plan):
+                return self.training.loss(model, shares.widened(own, self.dtype, model))
+        finally:
+            self.data.in_loss = False
 
     @property
     def microbatches(self) -> int:

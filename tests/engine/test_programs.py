@@ -54,7 +54,12 @@ class Coder(nn.Module):
             self.scale.data.clamp_(max=0.5)
             with torch.no_grad():
                 self.scale.mul_(0.97)
-        return self.leave(self.encode(x))
+        out = self.leave(self.encode(x))
+        if self.how == "weighs":
+            with torch.no_grad():
+                out = out * sum(p.norm() for p in self.parameters())
+            out = out + self.leave(self.encode(x)) * sum(p.norm() for p in self.enter.parameters())
+        return out
 
 
 def coder(how: str = "") -> nn.Module:
@@ -422,6 +427,7 @@ LOSSES: dict[str, tuple[LossOf, Make, tuple[str, ...]]] = {
     "weight": (by_weight, coder, ("ddp", "zero1", "zero2", "zero3", "zero3 offload:param")),
     "penalty": (penalised, zoo("sequential"), ("ddp", "zero1", "zero2")),
     **{f"gives {kind}": (squares, partial(giving, kind), ("zero3",)) for kind in KINDS},
+    "gives norms": (squares, partial(coder, "weighs"), ("zero2", "zero3", "zero3 offload:param")),
     "gives a bias": (lambda m, x: torch.mul(*m(x)).square().mean(), showing, ("zero3",)),
 }
 

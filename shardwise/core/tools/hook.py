@@ -61,12 +61,12 @@ def in_backward(what: str) -> InputError:
     )
 
 
-def outside_of_step(what: str) -> InputError:
-    """The error for a backward pass of `what`, which an engine trains, outside of its step."""
+def outside_of_step(what: str, where: str = "outside of engine.step") -> InputError:
+    """The error for a backward pass of `what`, which an engine trains, but by its step."""
     return bad(
-        f"a backward pass of the model of an engine, a {what}, outside of engine.step: its "
-        "gradients would be added to those of the next step",
-        "terms of the loss in loss=, which engine.step differentiates",
+        f"a backward pass of the model of an engine, a {what}, {where}: its gradients would be "
+        "added to those of a step",
+        "terms of the loss in loss=, without a backward(): engine.step differentiates them",
         "engine.step(batch); sw.full_state_dict(engine), loaded into a plain model, for gradients "
         "of your own",
     )

@@ -202,8 +202,15 @@ def guard_shards(model: nn.Module, data: Data, *, together: bool = False) -> lis
 
 
 def _computes(data: Data) -> bool:
-    """Whether this is a forward pass that autograd records, or a loss that follows one."""
-    return data.staged is None and (data.records if data.in_root else data.computes_loss)
+    """Whether a forward pass runs, or runs again, or autograd records a loss that follows one."""
+    recorded = data.computes_loss or data.order.in_backward
+    return data.staged is None and (data.in_root or (recorded and torch.is_grad_enabled()))
+
+
+def _gather(data: Data, unit: Unit) -> None:
+    """Gather a unit for a read, unless one of its calls runs, for which it is gathered."""
+    if not unit.state.depth:
+        data.open(unit)
 
 
 class _Reads:
@@ -223,9 +230,8 @@ class _Reads:
                 flat.looked = True  # between steps, the program may write to it
             elif data.staged is not None:
                 return None
-            rests = flat.state is not State.UNSHARDED
-            if data is not None and rests and _computes(data) and torch.is_grad_enabled():
-                data.open(unit)  # as an autograd.Function needs it
+            if data is not None and flat.moves_to_rest and _computes(data):
+                _gather(data, unit)  # an autograd.Function takes no Read
             if flat.state is State.UNSHARDED:
                 return None
             if not made:
@@ -251,13 +257,12 @@ class _Reads:
             group.looked = True
         if data.staged is not None and data.in_step:
             return
-        # a loss is computed, or a forward pass of training updates weights under no_grad
-        full = _computes(data)
-        if data.in_root or data.pace.by_hand:  # an engine computes no loss but its own
-            full &= torch.is_grad_enabled() != data.in_root
+        # an engine computes no loss but its own
+        loss = data.computes_loss and data.staged is None and not data.pace.by_hand
+        full = _computes(data) or (loss and not data.in_root)
         for unit in units:
             if full:
-                data.open(unit)
+                _gather(data, unit)
                 continue
             if not (data.pace.by_hand or unit.reshards):
                 unit.keep_open()  # of zero1 and zero2, as before the first step

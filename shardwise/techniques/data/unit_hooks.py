@@ -88,6 +88,7 @@ class Data:
         self.in_root = False  # a forward pass of the root is running
         self.records = False  # and autograd recorded when it began
         self.computes_loss = False  # what follows in the program, from a recorded pass
+        self.in_loss = False  # an engine calls its loss function
         self.mute = False  # whether gradients of this backward pass count for nothing
         self.handles: list[RemovableHandle | Lease] = []  # of all that is on the model or opened
         flats = [group for unit in units.order for group in unit.groups]
@@ -379,6 +380,8 @@ class Data:
     def collected(self, p: nn.Parameter) -> None:
         """Collect the gradient of `p`, which is complete for this pass, and those that arrived."""
         on = self.on_grads
+        if self.in_loss:
+            raise hook.outside_of_step(type(self.root).__name__, "in the engine's loss function")
         if not self.order.in_backward:
             self._begin_unannounced(p)
         self._collect_arrived()

@@ -13,10 +13,12 @@ computes the same as the first:
     random numbers        are drawn from the same states of the generators
     function modes        around the forward pass (torch.overrides) are entered again
     attributes, buffers   are those that the first found, and what the second writes is dropped
+    objects as arguments  are copies of what the first was given (a cache of transformers)
     parameters            are gathered: the backward pass of the module has gathered them
     collectives           inside of the module are sent again, by all ranks
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from contextvars import ContextVar
@@ -42,6 +44,8 @@ from shardwise.techniques.recompute.kept import Generators, Inputs, KeptProducts
 
 Keep = Callable[[Tensor], Tensor]
 FULL, SELECTIVE, PARTITIONED, NONE = "full", "selective", "partitioned", "none"
+#: Other arguments may change in the first forward, as a cache of keys and values does.
+_VALUES: Final = {Tensor, nn.Parameter, type(None), bool, int, float, str, tuple, list, dict}
 _AGAIN: Final = ContextVar("again", default=False)
 
 
@@ -67,6 +71,14 @@ def recompute(
         module = model.get_submodule(name)
         module.forward = found[name] = Recomputed(module, kind, generators, axis, host, keep)
     return found
+
+
+def _copy(x: Any) -> Any:
+    """The object with the same tensors; itself, if it cannot be copied."""
+    try:
+        return copy.deepcopy(x, {id(t): t for t in leaves(x, Tensor, objects=True)})
+    except (TypeError, ValueError, RuntimeError):
+        return x
 
 
 class Recomputed:
@@ -95,11 +107,14 @@ class Recomputed:
         if self.kind == NONE or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         products = KeptProducts() if self.kind == SELECTIVE else None
-        run, given, inputs = partial(self.forward, **kwargs), args, None
+        every: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        changing = {key: _copy(x) for key, x in every.items() if type(x) not in _VALUES}
+        forward = partial(self._forward, changing) if changing else self.forward
+        run, given, inputs = partial(forward, **kwargs), args, None
         axis = self.axis if self.kind == PARTITIONED else None
         if axis is not None or self.host is not None or self.keep is not None:
             inputs = Inputs(axis, (args, kwargs), self.host, self.keep)
-            run, given = self._again(inputs), ()
+            run, given = partial(self._with_inputs, forward, inputs), ()
         first = _First(self, products, inputs or mapped(Tensor.detach, (args, kwargs), Tensor))
         self.alive.add(first)
         out = checkpoint(
@@ -132,12 +147,15 @@ class Recomputed:
             outputs = first.products.outputs if first.products is not None else {}
             yield from leaves((inputs, dict(outputs)), Tensor)
 
-    def _again(self, inputs: Inputs) -> Callable[[], Any]:
-        def run() -> Any:
-            own, named = inputs.take()
-            return self.forward(*own, **named)
+    def _with_inputs(self, forward: Callable[..., Any], inputs: Inputs) -> Any:
+        own, named = inputs.take()
+        return forward(*own, **named)
 
-        return run
+    def _forward(self, found: Mapping[Any, Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute with arguments, by place or name, as the first forward has `found` them."""
+        again = {key: _copy(x) for key, x in found.items()} if computes_again() else {}
+        own = [again.pop(place, x) for place, x in enumerate(args)]
+        return self.forward(*own, **kwargs | again)
 
     def __reduce__(self) -> Any:
         """A copy of the module keeps its activations."""
