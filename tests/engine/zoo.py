@@ -361,11 +361,12 @@ def steered(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     attribute that a block reads.
     """
     assert isinstance(model, Stack)
-    kept = list[Tensor]()
+    kept = list[Any]()
     hooks = [
         model.blocks[0].register_forward_hook(lambda _, __, out: kept.append(out)),
         model.blocks[-1].register_forward_pre_hook(lambda _, given: (given[0] * 1.1,)),
     ]
+    block: Any
     for number, block in enumerate(model.blocks):
         block.scale = 1 / (1 + number)
     out = model(batch[0])
