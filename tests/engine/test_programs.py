@@ -3,7 +3,6 @@
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,54 +17,13 @@ from shardwise.comm.world import World
 from shardwise.techniques.data.apply import driver_of
 from shardwise.techniques.data.outputs import Output
 from tests.engine.cases import difference, settled, squares
-from tests.engine.loops import LOOPS, Loop, Side, adam, rows, wrap
+from tests.engine.loops import LOOPS, Loop, Side, adam, coder, rows, wrap
 from tests.engine.zoo import Buffered, dims, make
 from tests.pool import run_gloo, run_threads
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "one-technique.md"
 Make = Callable[[], nn.Module]
 LossOf = Callable[[Any, Tensor], Tensor]
-
-
-class Coder(nn.Module):
-    """Used through methods; the root has a parameter, and a copy follows a part by averages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-        self.leave = nn.Linear(3, 6)
-        self.scale = nn.Parameter(torch.full((3,), 0.9))
-        self.follower = deepcopy(self.enter).requires_grad_(False)
-        self.how = ""
-
-    def encode(self, x: Tensor) -> Tensor:
-        return self.enter(x) * self.scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.how == "follows":
-            code = self.encode(x)
-            with torch.no_grad():  # its units are in another state than those just used
-                pairs = zip(self.enter.parameters(), self.follower.parameters(), strict=True)
-                for ours, its in pairs:
-                    its.data = its.data * 0.9 + ours.data * 0.1
-                target = self.follower(x)
-            return code - target
-        if self.how == "limits":
-            self.scale.data.clamp_(max=0.5)
-            with torch.no_grad():
-                self.scale.mul_(0.97)
-        out = self.leave(self.encode(x))
-        if self.how == "weighs":
-            with torch.no_grad():
-                out = out * sum(p.norm() for p in self.parameters())
-            out = out + self.leave(self.encode(x)) * sum(p.norm() for p in self.enter.parameters())
-        return out
-
-
-def coder(how: str = "") -> nn.Module:
-    model: Any = settled(Coder()).double()
-    model.how = how
-    return model
 
 
 class Normed(nn.Module):

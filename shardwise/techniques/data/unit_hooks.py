@@ -85,10 +85,9 @@ class Data:
         self.in_step = False  # of an engine: it has begun and not ended; it stays after an error
         self.begins = True  # of a loop of the program's own: its next forward pass begins a step
         self.begun = False  # an engine has begun a forward pass, whose root has not been called
-        self.in_root = False  # a forward pass of the root is running
+        self.in_root = self.in_loss = False  # the root's forward, an engine's loss function runs
         self.records = False  # and autograd recorded when it began
         self.computes_loss = False  # what follows in the program, from a recorded pass
-        self.in_loss = False  # an engine calls its loss function
         self.mute = False  # whether gradients of this backward pass count for nothing
         self.handles: list[RemovableHandle | Lease] = []  # of all that is on the model or opened
         flats = [group for unit in units.order for group in unit.groups]
