@@ -130,7 +130,7 @@ class Runs:
 
     def _cut(self, *, split: bool = False) -> list[FlatRun]:
         """The longest runs; `split`: one for each parameter."""
-        kinds = [(g, (split or self.alone[i]) and i) for i, g in enumerate(self.groups)]
+        kinds = [(g, i if split or self.alone[i] else None) for i, g in enumerate(self.groups)]
         every = [[*run] for _, run in groupby(range(len(kinds)), kinds.__getitem__)]
         return [
             FlatRun(
