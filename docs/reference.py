@@ -317,8 +317,8 @@ OPTIONS: Final = """\
 ### Options of `sw.parallelize`
 
 All are keyword arguments, and `sw.predict` takes them too, except `fill`, `seed` and
-`offload_folder`. All ranks must pass the same values. Options of a technique that the plan
-does not use have no effect."""
+`offload_folder`; it has `device` in addition. All ranks must pass the same values. Options of
+a technique that the plan does not use have no effect."""
 
 
 def python() -> str:
@@ -384,6 +384,7 @@ def _options() -> str:
     lines = [
         (f"`{field.name}`", f"`{_default(field)!r}`", said[field.name])
         for field in fields(EngineOptions)
+        if field.name in inspect.signature(sw.parallelize).parameters
     ]
     return table("option | default | meaning", lines)
 

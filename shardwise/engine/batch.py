@@ -119,7 +119,12 @@ def is_empty(batch: Any, count: Count | None = None) -> bool:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on `device`; those in pinned memory are copied asynchronously."""
+    """The batch with its tensors on `device`; those in pinned memory are copied asynchronously.
+    Raises InputError for a tensor on the meta device, which has no values.
+    """
+    if device.type != "meta" and any(x.is_meta for x in leaves(batch, Tensor, objects=True)):
+        instead = "the batch, made outside of the block of torch.device"
+        raise bad("a batch with a tensor on the meta device", "tensors with values", instead)
     kinds = Tensor, PackedSequence  # whose sizes stay on the host
     return mapped(lambda x: x.to(device, non_blocking=True), batch, kinds, objects=True)
 
@@ -186,11 +191,7 @@ def _over_rows(change: Change, batch: Any, samples: int | None) -> Any:
 
 def _not_cut(batch: Any, word: str, found: list[int]) -> InputError:
     if not found:
-        return bad(
-            f"a batch without a tensor that has rows ({_what(batch)}) under {word}",
-            "tensors in containers, to split along dim 0",
-            "torch.as_tensor(batch) for an array, with one row per sample",
-        )
+        return _uncertain(batch, f" under {word}")
     return bad(
         f"a batch with {_named(batch)} under {word}",
         "tensors that all have the same number of rows in dim 0, to split along it, or lists of "
@@ -248,10 +249,11 @@ def widened(batch: Any, dtype: torch.dtype | None, model: nn.Module) -> Any:
     return mapped(wide, batch, Tensor, objects=True)
 
 
-def _uncertain(batch: Any) -> InputError:
+def _uncertain(batch: Any, under: str = "") -> InputError:
     if not _tensors(batch):
+        shape = f" of shape {list(batch.shape)}" if isinstance(batch, Tensor) else ""
         return bad(
-            f"a batch without a tensor that has rows ({_what(batch)})",
+            f"a batch without a tensor that has rows ({type(batch).__name__}{shape}){under}",
             "tensors in containers, whose dim 0 are the rows",
             "torch.as_tensor(batch) for an array, or rows=, a function that counts the rows of a "
             "batch",
@@ -269,11 +271,6 @@ def _named(batch: Any) -> str:
     order = sorted(range(len(tensors)), key=lambda n: (n not in first.values(), n))[:NAMED]
     shown = [f"batch{tensors[n][0]} of shape {list(tensors[n][1].shape)}" for n in sorted(order)]
     return ", ".join(shown) + (", ..." if len(tensors) > NAMED else "")
-
-
-def _what(batch: Any) -> str:
-    shape = f" of shape {list(batch.shape)}" if isinstance(batch, Tensor) else ""
-    return f"{type(batch).__name__}{shape}"
 
 
 def copied(part: Any) -> Any:

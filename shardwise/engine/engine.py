@@ -323,9 +323,11 @@ class Engine:
 
         Called by all ranks; each gets the result, also ranks without the last stage.
         """
-        validate.tensor("like", like)
+        example = "engine.outputs(lambda model: model(x), like=torch.zeros(8, 1))"
+        validate.tensor("like", like, example)
+        validate.function("call", call, ("model",), example)
         self._begin(None, (), trains=False)
-        found = self._made(call)
+        found = self._made(lambda model: validate.tensor("call(model)", call(model), example))
         own = torch.zeros_like(like) if found is None else validate.outputs(found, like)
         with self.ledger.phase("check"):
             return self._over_stages(own.flatten()).view_as(own)

@@ -1,5 +1,6 @@
 """The options of `sw.parallelize` and `sw.predict`: names, types, defaults and checks."""
 
+from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,21 +52,12 @@ class Training:
 
 @dataclass(frozen=True)
 class Build:
-    """How an engine shards its model.
+    """How an engine shards its model: options of `EngineOptions`, and what follows from them.
 
-    units             the wrap policy; see techniques/data/wrap_policy.py
-    fill              writes initial weights
-    prefetch          units gathered ahead of their use
-    table             the styles of tensor parallelism
     starts            the names of the modules that begin the stages after the first
     calls             the places of the calls of modules, under a pipeline (call_order.py)
-    least_unit_bytes  smaller units are merged with their neighbours; None: 2 MiB
     recompute         modules that are recomputed, and how (recomputation.py)
-    layers            the plans of single layers (layer_plans.py)
-    rows              rows(batch) is the number of rows of a batch; None: batch.py counts
     missing           tensors that rank 0 alone has (rank_zero_weights.py)
-    broadcast_buffers every step and evaluation begins with rank 0's buffers
-    kernels           those of the device: "cpu" or "cuda"
     """
 
     plan: Plan
@@ -195,7 +187,7 @@ class EngineOptions:
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
     """The default loss: the model's own output, a scalar or an object with `.loss`."""
-    out = model(**batch) if isinstance(batch, dict) else model(batch)
+    out = model(**batch) if isinstance(batch, dict | UserDict) else model(batch)
     found = out if isinstance(out, Tensor) else getattr(out, "loss", None)
     if found is None:
         raise bad(

@@ -159,9 +159,9 @@ ABSURD: dict[str, tuple[Act, str]] = {
 }
 #: Numbers and states of the engine, which only an engine reads.
 NUMBERS: dict[str, tuple[Act, str]] = {
-    "a negative counter": (numbered(since=-1), "without a number for since"),
-    "a text as a step of the engine": (numbered(step="2"), "without a number for step"),
-    "an infinite loss scale": (numbered(loss_scale=float("inf")), "number for loss_scale"),
+    "a negative counter": (numbered(since=-1), "of another form"),
+    "a text as a step of the engine": (numbered(step="2"), "of another form"),
+    "an infinite loss scale": (numbered(loss_scale=float("inf")), "of another form"),
     "groups in a list": (numbered(groups=[1]), "of another form"),
     "a state that is a number": (numbered(states={"0.bias": 7}), "scalars.json', which is damaged"),
 }

@@ -239,7 +239,7 @@ sdpa: Any = F.scaled_dot_product_attention
 CHANGES: dict[str, Change] = {
     "recurrent": lambda x: nn.GRU(WIDTH, WIDTH, batch_first=True).double()(x)[0],
     "a convolution over positions": lambda x: (
-        F.conv1d(x.mT, torch.ones(WIDTH, 1, 3).double(), padding=1, groups=WIDTH).mT
+        F.conv1d(x.mT, weight=torch.ones(WIDTH, 1, 3).double(), padding=1, groups=WIDTH).mT
     ),
     "'mean' over positions": lambda x: x - x.mean(1, keepdim=True),
     "'cumsum' over positions": lambda x: x.cumsum(dim=1),

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pack_sequence
 
 import shardwise as sw
-from shardwise.comm.world import World, alone
+from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.engine.batch import filled, on_device, rows, split, widened
 from tests.engine.cases import HYBRID, ROWS, Case, Task, build, text, vectors
@@ -95,22 +95,6 @@ def test_a_batch_is_split_into_parts_that_differ_by_a_row_at_most():
     said = r"batch\['a'\] of shape \[2\], batch\['b'\] of shape \[3\] under accumulate:2"
     with pytest.raises(InputError, match=said):
         split({"a": torch.ones(2), "b": torch.ones(3)}, 2)
-
-
-@pytest.mark.parametrize(
-    ("plan", "word"),
-    [("1f1b:4", "1f1b:4"), ("gpipe:2 accumulate:2", "gpipe:2 accumulate:2"), ("accumulate:4", "")],
-)
-@pytest.mark.parametrize("batch", [None, torch.tensor(1.0)], ids=str)
-def test_a_batch_that_cannot_be_cut_names_what_cuts_it(plan: str, word: str, batch: Any):
-    """The plan's own words, and that there are no tensors, not that they have no rows."""
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    engine = sw.parallelize(model, plan, alone(), loss=lambda m, b: m(b).mean())
-    said = (
-        rf"a batch without a tensor that has rows \({type(batch).__name__}.* under {word or plan}\."
-    )
-    with pytest.raises(InputError, match=said):
-        engine.step(batch)
 
 
 def test_a_stand_in_has_the_shape_of_what_it_stands_for():

@@ -5,6 +5,7 @@ A row is added here, not a test.
 
 # pyright: reportArgumentType=false, reportCallIssue=false
 
+from collections import UserDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -76,6 +77,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"loss": lambda out: out}, "cannot be called like this .*model and batch"),
     ({"tokens": 3}, "tokens=3.*a function of batch"),
     ({"tokens": lambda a, b: a + b}, "tokens=<lambda>, which cannot be called"),
+    ({"table": "colwise"}, "table='colwise'.*a dict of pattern to style"),
     *(({"clip": bad}, f"clip={bad}.*None for no bound") for bad in (0, -1.0, float("nan"), True)),
     ({"seed": "x"}, "seed='x'.*whole number from 0 to"),
     ({"prefetch": -1}, "prefetch=-1"),
@@ -106,6 +108,7 @@ MODELS: list[tuple[Callable[[nn.Module], Any], str]] = [
     (lambda _: sw.DDP(odd(torch.zeros(2, dtype=torch.cfloat)), alone()), "view_as_real"),
     (lambda _: sw.FSDP(odd(torch.eye(2).to_sparse())), "of the layout sparse_coo"),
     (lambda _: sw.Pipe(odd(Tagged(torch.eye(2)))), "is a Tagged"),
+    (lambda _: given()(nn.LazyLinear(2)), "weight is of a lazy layer.*with one batch first"),
     (lambda _: given()(renormed()), r"0 with max_norm=1\.0"),
     (lambda m: given()(sw.DDP(m, alone())), "wrapped already"),
     *(
@@ -186,6 +189,12 @@ TYPES = [
     (lambda: sw.predict(nn.Linear(3, 3), "dp2", X, rank="0"), "rank='0'", "rank=0"),
     (lambda: sw.predict(nn.Linear(3, 3), "dp2", None), "rows (NoneType)", "torch.as_tensor(batch)"),
     (lambda: engine_of().outputs(str, None), "like=None", "like=torch.zeros("),
+    (lambda: engine_of().outputs(3, X), "call=3", "engine.outputs(lambda model"),
+    *(
+        (lambda out=out: engine_of().outputs(lambda _: out, X), "call(model)=", "(lambda model")
+        for out in (None, (X, 1))
+    ),
+    (lambda: engine_of().outputs(lambda _: X, X.int()), "in float32 for", "dtype=torch.float32"),
     (lambda: sw.spawn(str, 2, args=3), "args=3", "spawn(work, 2, args=(3,))"),
     (lambda: sw.save(engine_of(), ""), "folder ''", '"runs/example"'),
     (lambda: sw.save(engine_of(), "a\0b"), "folder 'a", '"runs/example"'),
@@ -281,15 +290,21 @@ STEPS: list[tuple[Callable[[], Any], str]] = [
     ),
     *((partial(stepped, batch=batch), NO_ROWS) for batch in ROWLESS),
     (lambda: engine_of(regression).step(None), NO_ROWS),
+    *(
+        (lambda p=p, x=x: given(plan=p)(make("stack")).step(x), rf"has rows \(.* under {p}\.")
+        for p in ("1f1b:4", "gpipe:2 accumulate:2", "accumulate:4")
+        for x in (None, torch.tensor(1.0))
+    ),
+    (lambda: engine_of(regression).step(X.to("meta")), "on the meta device.*outside of the block"),
     (lambda: engine_of(regression).evaluate(["a"]), "a batch without a tensor that has rows"),
     *(
         (partial(stepped, tokens=lambda _, n=count: n), "tokens, which returns")
-        for count in (-1, 1.5, float("nan"), float("inf"), None)
+        for count in (-1, 1.5, float("nan"), float("inf"), None, "x", 10**30, 10**400, X)
     ),
     (lambda: on_meta(lambda _, t: torch.ones(t.shape)), "another tensor for the parameter weight"),
     (
         lambda: engine_of().outputs(lambda model: model(vectors(0)[0]), torch.zeros(2)),
-        r"shape \(7, 6\) for like=\(2,\).*zeros\(\(7, 6\)\)",
+        r"shape \(7, 6\) in float64 for like=\(2,\).*zeros\(\(7, 6\), dtype=torch.float64",
     ),
 ]
 
@@ -328,7 +343,7 @@ def test_what_is_nearly_right_is_taken():
     for loss, own, options in answers:
         assert given(plan="fp64", loss=loss, **options)(make("stack")).step(own) == wanted
     for answer in (Tensor.mean, lambda out: SimpleNamespace(loss=out.mean())):
-        assert answering(answer).step(batch[0]).tokens == 7
+        assert answering(answer).step(UserDict(x=batch[0])).tokens == 7
     outputs = given(plan="fp64")(plain).outputs(lambda m: m(batch[0]), torch.zeros_like(batch[0]))
     assert outputs.shape == batch[0].shape and outputs.any()
     on_meta(lambda _, tensor: tensor.fill_(0.5)).step(batch)

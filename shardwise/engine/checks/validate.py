@@ -8,15 +8,17 @@ that says what to return, instead of torch's error from the middle of a step.
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from shardwise.comm.world import World, leased
 from shardwise.core.errors import InputError, bad
-from shardwise.core.tools.arguments import is_count, is_number, short_repr
+from shardwise.core.tools.arguments import MOST_COUNT, is_count, is_number, short_repr
 from shardwise.core.tools.hook import in_backward
 
 LOSS = "loss=lambda model, batch: mse_loss(model(batch[0]), batch[1])"
@@ -38,10 +40,13 @@ def model(value: Any, caller: str, example: str = "nn.Linear(8, 8)") -> None:
             given = f"a {name} whose parameter {key} is {what}"
             allowed = "dense torch tensors of real numbers, made outside of inference mode"
             instead = "the plain model, before another library changed it"
-            if what == "complex":
-                instead = "torch.view_as_real(w), and torch.view_as_complex(self.w) in the forward"
-            raise bad(given, allowed, instead)
+            raise bad(given, allowed, _PLAIN.get(what, instead))
 
+
+_PLAIN = {
+    "complex": "torch.view_as_real(w), and torch.view_as_complex(self.w) in the forward",
+    "of a lazy layer": "model(x) with one batch first, which gives lazy layers their shapes",
+}
 
 #: Classes that wrap a model for training, by name: their libraries may not be installed.
 _WRAPPERS = (
@@ -63,6 +68,8 @@ def _not_wrapped_by_others(model: nn.Module, caller: str) -> None:
 
 
 def _unusual(p: nn.Parameter) -> str:
+    if is_lazy(p):
+        return "of a lazy layer"
     if p.is_inference():
         return "made under torch.inference_mode"
     if p.is_complex():
@@ -127,28 +134,21 @@ def leased_world(value: World | None) -> World:
     return leased(value)
 
 
-_SCALARS = "what engine.scalars() returned when the checkpoint was saved"
-
-
 def scalars(value: Any) -> None:
     """Raise InputError unless `value` has the keys of `engine.scalars()`, with right values."""
     there: Any = value if isinstance(value, Mapping) else {}
-    counts = {"step": there.get("step"), "since": there.get("since")}
     scale: Any = there.get("loss_scale")
-    right = {name: is_count(count) for name, count in counts.items()}
-    right["loss_scale"] = is_number(scale) and 0 < scale < math.inf
-    wrong = [name for name in ("step", "loss_scale", "since") if not right[name]]
-    if wrong:
-        given = f"load_scalars({short_repr(value)}), without a number for {', '.join(wrong)}"
-        raise bad(given, _SCALARS, 'engine.load_scalars(saved["engine"])')
-    tables = {name: there.get(name, {}) for name in ("states", "modules", "groups")}
-    groups = tables["groups"].values() if isinstance(tables["groups"], Mapping) else ()
-    options = dict(enumerate(groups))  # of each group: {name: [first value, this one]}
-    wrong = [name for name, table in (tables | options).items() if not isinstance(table, Mapping)]
-    pairs = [pair for group in groups if not wrong for pair in group.values()]
-    if wrong or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
-        given = f"load_scalars({short_repr(value)}), with states or groups of another form"
-        raise bad(given, _SCALARS, 'engine.load_scalars(saved["engine"])')
+    tables = [there.get(name, {}) for name in ("states", "modules", "groups")]
+    fits = all(is_count(there.get(name)) for name in ("step", "since"))
+    fits = fits and is_number(scale) and 0 < scale < math.inf
+    fits = fits and all(isinstance(table, Mapping) for table in tables)
+    options = tables[2].values() if fits else ()  # of each group: {name: [first value, this one]}
+    fits = fits and all(isinstance(each, Mapping) for each in options)
+    pairs = [pair for each in options if fits for pair in each.values()]
+    if not fits or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
+        given = f"load_scalars({short_repr(value)}), with numbers or tables of another form"
+        allowed = "what engine.scalars() returned when the checkpoint was saved"
+        raise bad(given, allowed, 'engine.load_scalars(saved["engine"])')
 
 
 def function(name: str, value: Any, takes: tuple[str, ...], example: str) -> None:
@@ -219,10 +219,12 @@ def _counting(
     def checked(batch: Any) -> int:
         """The number that the function returns for the batch, checked."""
         found = value(batch)
-        number = math.nan if found is None else float(found)
-        if not (number >= 0 and number.is_integer()):  # False for infinity and NaN too
+        number = math.nan
+        with suppress(TypeError, ValueError, OverflowError, RuntimeError):
+            number = float(found)
+        if not (0 <= number <= MOST_COUNT and number.is_integer()):  # False for NaN too
             given = f"{name}, which returns {short_repr(found)}"
-            raise bad(given, "a function that returns a whole number from 0 up", example)
+            raise bad(given, "a function that returns a whole number from 0 to 2**53", example)
         return int(number)
 
     return checked
@@ -238,20 +240,23 @@ def no_gradient(what: str) -> InputError:
     )
 
 
-def tensor(name: str, value: object) -> None:
+def tensor(name: str, value: Any, example: str) -> Tensor:
     if not isinstance(value, Tensor):
-        raise bad(f"{name}={value!r}", "a tensor", f"{name}=torch.zeros(8, 1)")
+        raise bad(f"{name}={short_repr(value)}", "a tensor", example)
+    return value
 
 
 def outputs(found: Tensor, like: Tensor) -> Tensor:
     """The result of a call, in the dtype and on the device of `like`.
-    Raises InputError if its shape differs: ranks without an output contribute zeros like `like`.
+    Raises InputError if its shape differs, as ranks without an output contribute zeros like `like`,
+    or if whole numbers cannot hold it.
     """
-    shape = tuple(found.shape)
-    if found.shape == like.shape:
+    shape, dtype = tuple(found.shape), str(found.dtype).removeprefix("torch.")
+    if found.shape == like.shape and torch.can_cast(found.dtype, like.dtype):
         return found.to(like)
-    given = f"outputs of shape {shape} for like={tuple(like.shape)}"
-    raise bad(given, "a tensor of the shape of the result as like", f"like=torch.zeros({shape})")
+    given = f"outputs of shape {shape} in {dtype} for like={tuple(like.shape)} in {like.dtype}"
+    instead = f"like=torch.zeros({shape}, dtype=torch.{dtype})"
+    raise bad(given, "the shape of the result as like, and a dtype that holds it", instead)
 
 
 def fill(

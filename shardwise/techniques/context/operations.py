@@ -296,14 +296,15 @@ class OwnPositions(TorchFunctionMode):
     def _along(self, func: Any, args: Any, kwargs: dict[str, Any]) -> str:
         """What the function computes along the sequence; "" if it does not."""
         of = self._sequences()
-        x = args[0] if args and isinstance(args[0], Tensor) else None
-        if x is None or of.numel < 2:
+        given: list[Any] = [*args, *kwargs.values(), None]
+        x = given[0]
+        if not isinstance(x, Tensor) or of.numel < 2:
             return ""
         if func in _RECURRENT:
             return "a recurrent layer"
         if func is F.embedding_bag and of.numel == x.shape[-1]:
             return "an embedding bag over positions"
-        if func in _CONVOLUTIONS and of.numel in x.shape[2:] and max(args[1].shape[2:]) > 1:
+        if func in _CONVOLUTIONS and of.numel in x.shape[2:] and max(given[1].shape[2:]) > 1:
             return "a convolution over positions"
         if func in _SOFTMAX and x.dim() > 2 and x.shape[-2:] == (of.numel, of.numel):
             return "attention without F.scaled_dot_product_attention, by a softmax of scores"
