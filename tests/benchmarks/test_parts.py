@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import typer
 
-import shardwise as sw
 from benchmarks import suite, table
 from benchmarks.__main__ import bench_command
 from benchmarks.contenders.contender import Task
@@ -15,14 +14,10 @@ from benchmarks.contenders.ours import SCHEDULES
 from benchmarks.contenders.roster import ROSTER, SUITES, choose
 from benchmarks.measure import Record
 from benchmarks.table import least_bytes
-from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.zero import ROWS
-from shardwise.models import gpt
 from shardwise.models.gpt import GPTConfig, parameters
-from shardwise.models.trainable import fill
 from tests.house import ROOT
-from tests.pool import run_threads
 
 MICRO = GPTConfig(vocabulary=64, layers=2, width=32, heads=4, kv_heads=2, hidden=48, sequence=8)
 REFERENCE = SUITES["data"][0]
@@ -71,31 +66,6 @@ def test_the_least_bytes_of_a_pipeline_are_the_boundaries(ranks: int) -> None:
     for word in (word for word in SCHEDULES if ":8" in word):
         many = crossings.get(word.partition(":")[0], ranks - 1)
         assert least_bytes(word, TASK, ranks) == 2 * numel * many * 4 // ranks
-
-
-def sent_by(world: World, plan: str, config: GPTConfig) -> int:
-    """The bytes of a rank's last step, without those of checks."""
-    model = gpt.GPT(config)
-    fill(model, seed=3)
-    engine = sw.parallelize(model, f"{plan} fp32", world, loss=gpt.loss, tokens=gpt.tokens)
-    for step in range(2):
-        engine.step(gpt.random_text(TASK.rows, config.sequence, config.vocabulary, step))
-    return sum(tally.sent_bytes for key, tally in engine.last.items() if key.phase != "check")
-
-
-SENT = [("tp", 2), ("tp sp", 4), ("gpipe:4", 4), ("zb-h1:4", 2), ("interleaved:4x2", 2)]
-
-
-@pytest.mark.cases(len(SENT))
-@pytest.mark.parametrize(("row", "ranks"), SENT)
-def test_an_engine_sends_the_least_bytes(row: str, ranks: int) -> None:
-    """And of a weight that stages share, the sum of its gradient: as many bytes as it has."""
-    plan = row.replace("tp", f"tp{ranks}") if "tp" in row else f"pp{ranks} {row}"
-    for tied in (False, True) if "pp" in plan else (False,):
-        config = replace(MICRO, tied=tied, kv_heads=4)
-        shared = 2 * tied * config.vocabulary * config.width * 4
-        least = least_bytes(row, replace(TASK, config=config), ranks) * ranks
-        assert sum(run_threads(ranks, sent_by, plan, config)) == least + shared
 
 
 def test_contenders_are_found_by_the_beginning_of_their_names() -> None:

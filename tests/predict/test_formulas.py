@@ -17,7 +17,7 @@ from shardwise.core.layouts import layout
 from shardwise.core.layouts.uneven import even, heads
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tally import by_kind
-from shardwise.core.zero import ROWS, bytes_per_parameter, step_moves
+from shardwise.core.zero import ROWS, bytes_per_parameter
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import EVEN, predict
 from shardwise.models import gpt
@@ -245,26 +245,6 @@ def test_many_control_numbers_are_all_reduced(plan: str, monkeypatch: pytest.Mon
 def test_large_worlds_send_what_is_predicted(row: str):
     """A rank of a large world, traced, sends what is predicted of it."""
     assert differing(traced(3, 1024), f"dp1024 {row} fp64") == []
-
-
-@pytest.mark.parametrize(("row", "volumes"), [("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 3)])
-@pytest.mark.parametrize("n", [2, 64])
-def test_volumes_of_the_paper(row: str, volumes: int, n: int):
-    """A step sends 2, 2, 2 and 3 times the model, (n-1)/n of it a rank (ZeRO, section 7); of a
-    microbatch what the table's own list of moves says. The last unit is gathered once.
-    """
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
-    options: dict[str, Any] = {"loss": lambda m, x: m(x).sum(), "units": 1}
-    numel, again = 4 * 64 * 64, row == "zero3"
-    for runs in (1, 3, 6):
-        plan, rows = f"dp{n} {row} accumulate:{runs}", torch.zeros(runs, 64)
-        told = predict(model, plan, rows, **options).sent()
-        states = sum(count for line, count in told.items() if line.phase != "check")
-        own = sum(move.sent for move in step_moves(ROWS[row], numel, n, runs))
-        once = again * runs * 64 * 64 * (n - 1) // n
-        assert states == 4 * (own - once)
-        assert runs > 1 or states == 4 * (volumes * numel * (n - 1) // n - once)
 
 
 # --- tokens of experts ----------------------------------------------------------------------------
