@@ -2,8 +2,7 @@
 
 Every model type of that library has a configuration class with defaults of the published size.  A
 small model, of a few ten thousand parameters, is made by replacing the sizes in it, which are found
-by their usual names.  Nothing is downloaded.  Dropout is 0, so that every plan can be proved;
-`hf:gpt2+dropout` keeps the type's own rates.
+by their usual names.  Nothing is downloaded.  Dropout is 0, so that every plan can be proved.
 """
 
 import importlib.util
@@ -61,29 +60,24 @@ SMALL: Final[dict[str, int]] = {
 
 def find(name: str, seed: int = 0) -> Trainable:
     """The small model of type `name`, or the model in the folder `name`.
-    Dropout is 0 ("gpt2+dropout" keeps the type's own rates), tied embeddings stay tied, and weights
-    are the library's random initialisation under `seed`.  The loss is the type's: causal, masked or
-    sequence-to-sequence.  A folder may have only a configuration; then the model has no weights.
+    Dropout is 0, tied embeddings stay tied, weights are the library's random ones of `seed`, and
+    the loss is the type's.  A folder may have only a configuration; then the model has no weights.
     Raises InputError if transformers is not installed or has no such type (naming the nearest), if
     no small model of the type can be made, and for a folder without a configuration.
     """
     require_transformers(f"hf:{name}")
     if is_folder(folder := expanded(name)):
         return _in_folder(Path(folder))
-    name, plus, kept = name.partition("+")
     if not name:
         raise bad('the model "hf:" without a name', "hf: and a model type", "hf:gpt2 or hf:llama")
     kind = kind_of(name)
-    if plus and kept != "dropout":
-        allowed = "a model type, or one followed by +dropout"
-        raise bad(f'the model "hf:{name}+{kept}"', allowed, f"hf:{name}+dropout")
     loss, make_batch = _LOSS_AND_BATCH[kind]
 
     def make() -> nn.Module:
-        config = partial(small_config, name, dropout=bool(plus))
+        config = partial(small_config, name)
         return _make(name, kind, seed, config, lambda model: loss(model, make_batch(1, seed)))
 
-    return Trainable(f"hf:{name}{plus}{kept}", make, loss, make_batch, tokens)
+    return Trainable(f"hf:{name}", make, loss, make_batch, tokens)
 
 
 def require_transformers(model: str) -> None:
@@ -331,30 +325,22 @@ def _family(kind: str) -> Any:
     }[kind]
 
 
-def small_config(name: str, dropout: bool = False) -> Any:
-    """The configuration of type `name` with the sizes of SMALL; `dropout` keeps the type's own."""
+def small_config(name: str) -> Any:
+    """The configuration of type `name` with the sizes of SMALL, no cache, and no dropout."""
     from transformers import AutoConfig
 
     usual = AutoConfig.for_model(name)
-    changes = shrink(usual.to_dict(), dropout)
+    every: dict[str, Any] = usual.to_dict()
+    changes: dict[str, Any] = {
+        k: SMALL[k] for k, x in every.items() if k in SMALL and x is not None
+    }
+    none = {k: 0.0 for k, x in every.items() if "drop" in k and isinstance(x, float)}
+    none |= {"use_cache": False} if "use_cache" in every else {}
     heads = getattr(usual, "num_attention_heads", None)
     if heads is not None and heads == getattr(usual, "num_key_value_heads", None):
         changes["num_key_value_heads"] = SMALL["num_attention_heads"]
     # "eager": experts one by one, since grouped matrix products do not support fp64
-    return AutoConfig.for_model(name, experts_implementation="eager", **changes)
-
-
-def shrink(usual: dict[str, Any], dropout: bool = False) -> dict[str, Any]:
-    """The changes to a configuration: sizes, special tokens, no cache, no dropout."""
-    changes: dict[str, Any] = {
-        key: SMALL[key] for key, value in usual.items() if key in SMALL and value is not None
-    }
-    for key, value in usual.items():
-        if not dropout and "drop" in key and isinstance(value, float):
-            changes[key] = 0.0
-    if "use_cache" in usual:
-        changes["use_cache"] = False
-    return changes
+    return AutoConfig.for_model(name, experts_implementation="eager", **none, **changes)
 
 
 @contextmanager
