@@ -18,8 +18,6 @@ made:
 fp32, fp64    the class steps on this rank's blocks of the flat parameters (flat_parameter.py)
 bf16, fp16    it steps on fp32 masters of the blocks, one unit at a time:
               master.grad = gradient in fp32;  step;  block = master in 16 bits
-              A parameter costs 2 (weight) + 2 (gradient) + 12 (master, two moments) bytes, and 4
-              more for one unit at a time.
 offload       masters (fp32, or the dtype of the weight), their gradients and their states are in
               host memory, where the class steps on them.  Then `publish` copies the updated
               masters to the device, in the dtype of the weight.  Parameters that rest in host

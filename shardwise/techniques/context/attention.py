@@ -15,13 +15,6 @@ some heads, and another one goes back:
 middle: that of one device, or a ring over another axis. If there are fewer key heads than ranks,
 each is repeated until every rank has one.
 
-With K = H + 2 max(Hkv, n) heads, a rank with t of T positions sends these elements:
-
-    forward     queries, keys, values    B D K t (n-1)/n        in one all-to-all
-                output                   B D H (T - t)/n
-    backward    gradient of the output   B D H t (n-1)/n
-                of queries, keys, ...    B D K (T - t)/n
-
 The rows of a mask are sent in the forward pass alone, a boolean in one byte, unless it has those of
 all ranks.
 
@@ -38,14 +31,8 @@ In ring attention keys and values travel round a ring of ranks, which keep their
 and values round once more. The gradients of block b begin on rank b + 1, follow the block, and end
 on rank b, which adds its own contribution.
 
-A rank sends, in n - 1 messages each, with t_r positions on rank r of T, and K = 2 B Hkv D elements
-of keys and values a position:
-
-    forward     keys, values         K (T - t_(r+1))        all blocks except the one it gets last
-    backward    keys, values         K (T - t_(r+1))
-                their gradients      K (T - t_r)            in fp32 (fp64 for fp64)
-
-A message with no position is not sent. On CUDA, `open_ways` prepares the pairs (r, r + 1 mod n).
+The bytes of both are in docs/explanation/context.md; a message with no position is not sent. On
+CUDA, `open_ways` prepares the pairs (r, r + 1 mod n).
 """
 
 import math
