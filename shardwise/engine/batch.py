@@ -286,8 +286,19 @@ def gather(engine: Any, values: Any) -> Any:
     """The `values` of all data ranks on every rank, for metrics: tensors with a row for each row of
     a rank's batch, nested as in a batch, joined along dim 0 in the order of the data ranks, which
     may have different numbers of rows. Called by all ranks; the values are copied over the host.
-    Raises InputError for other values than tensors and numbers, each of which counts as a row.
+    Raises InputError for other values than tensors and numbers, each of which counts as a row, and
+    for rows that differ in shape or dtype.
     """
+
+    def joined(*parts: Tensor) -> Tensor:
+        """The rows of all data ranks, those of ranks with none left out."""
+        filled = [x for x in parts if len(x)] or [parts[0]]
+        found = sorted({f"{list(x.shape[1:])} in {x.dtype}" for x in filled})
+        if len(found) > 1:
+            given = f"rows of shape {' and '.join(found)} on several data ranks in engine.gather"
+            raise bad(given, "rows of one shape and dtype", "functional.pad(x, ...) to one length")
+        return torch.cat(filled)
+
     for x in tree_leaves(values):
         if not isinstance(x, Tensor | int | float):
             raise bad(
@@ -299,4 +310,4 @@ def gather(engine: Any, values: Any) -> Any:
     with engine.ledger.phase("check"):
         every = dict(all_gather_object((engine.data_rank, own), engine.world))
     parts = [every[rank] for rank in range(engine.data_ranks)]
-    return on_device(tree_map(lambda *of: torch.cat(of), *parts), engine.world.device)
+    return on_device(tree_map(joined, *parts), engine.world.device)

@@ -1,6 +1,7 @@
 """`sw.Loader`: torch's DataLoader with an engine's rows, which a run resumes within an epoch."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
 from shardwise.core.errors import bad
-from shardwise.core.tools.arguments import flag, integer
+from shardwise.core.tools.arguments import flag, integer, short_repr
 from shardwise.engine.engine import Engine
 
 
@@ -26,7 +27,7 @@ class Loader:
     options    of torch.utils.data.DataLoader, such as collate_fn, num_workers, pin_memory
 
     `state_dict()` is the place in the epoch, for `extra=` of sw.save; a loop that is left and begun
-    again goes on from there. Raises InputError for a dataset without a length.
+    again goes on from there. Raises InputError for arguments that give no batch.
     """
 
     def __init__(
@@ -40,20 +41,37 @@ class Loader:
         drop_last: bool = True,
         **options: Any,
     ) -> None:
-        if not hasattr(dataset, "__len__"):
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise bad(
-                f"a {type(dataset).__name__} without a length as the dataset of sw.Loader",
+                f"a {type(dataset).__name__} as the dataset of sw.Loader",
                 "a dataset with __len__ and __getitem__",
                 "torch.utils.data.DataLoader, for which each data rank reads its own rows",
             )
+        if not isinstance(engine, Engine):
+            given = f"engine={short_repr(engine)} of sw.Loader"
+            raise bad(given, "what sw.parallelize returned", "sw.Loader(dataset, engine, 32)")
         integer("batch", batch, 1, 32)
         flag("shuffle", shuffle)
         flag("drop_last", drop_last)
         integer("seed", seed, 0, 0)
-        self.dataset, self.batch, self.options = dataset, batch, options
+        self.dataset, self.batch = dataset, batch
         self.place, self.ranks = engine.data_rank, engine.data_ranks
         self.shuffle, self.drop_last = shuffle, drop_last
         self.seed, self.epoch, self.done = seed, 0, 0
+        # takes a batch_sampler, and refuses batch_size, shuffle and sampler, which stand here
+        self.loader: Any = partial(DataLoader, dataset, 1, None, None, **options)
+        try:
+            self.loader([])
+        except (TypeError, ValueError) as error:
+            given = f"sw.Loader with {short_repr(options)}, which is refused ({error})"
+            allowed = "options of torch.utils.data.DataLoader, except batch_size and the samplers"
+            raise bad(given, allowed, "sw.Loader(dataset, engine, 32, num_workers=2)") from None
+        if not len(self):
+            raise bad(
+                f"batch={batch} for a dataset of {len(dataset)} rows, which fills no batch",
+                "a dataset that has a batch in each epoch",
+                "a smaller batch, or drop_last=False",
+            )
 
     def __len__(self) -> int:
         """The number of batches of an epoch."""
@@ -67,24 +85,26 @@ class Loader:
         rows = order if self.shuffle else order.sort().values
         every = rows.split(self.batch)[self.done : len(self)]
         own = [part.tensor_split(self.ranks)[self.place].tolist() for part in every]
-        made: Any = None
-        for made in DataLoader(self.dataset, batch_sampler=[*filter(None, own)], **self.options):
+        # where a batch has no row for this rank, another row without its values
+        for part, made in zip(own, self.loader([part or [0] for part in own]), strict=True):
             self.done += 1
-            yield made
-        for _ in range(own.count([])):  # the last batch has no row for this rank
-            self.done += 1
-            yield tree_map_only(Tensor, lambda x: x[:0], made)
+            yield made if part else tree_map_only(Tensor, lambda x: x[:0], made)
         self.epoch, self.done = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "done": self.done, "seed": self.seed, "batch": self.batch}
+        place = {"epoch": self.epoch, "done": self.done, "seed": self.seed}
+        return place | {"batch": self.batch, "rows": len(self.dataset)}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where a loader with the same batch was. Raises InputError for another batch."""
-        if state["batch"] != self.batch:
+        """Go on where a loader of the same batch and rows was. Raises InputError for others."""
+        own = self.state_dict()
+        fits = isinstance(state, dict) and state.keys() == own.keys()
+        fits = fits and all(isinstance(n, int) and n >= 0 for n in state.values())
+        fits = fits and all(state[name] == own[name] for name in ("batch", "rows"))
+        if not fits or state["done"] > len(self):
             raise bad(
-                f"a state of sw.Loader with batch={state['batch']} in one with batch={self.batch}",
-                "the same number of rows of a global batch",
-                f"sw.Loader(dataset, engine, {state['batch']})",
+                f"{state!r} in a loader with batch={self.batch} and {own['rows']} rows",
+                "state_dict() of a loader with the same batch, for a dataset of as many rows",
+                "sw.Loader(dataset, engine, batch) with those of the run that saved the state",
             )
         self.epoch, self.done, self.seed = state["epoch"], state["done"], state["seed"]

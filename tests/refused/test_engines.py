@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 import shardwise as sw
 from shardwise.checkpoint.save import save
@@ -34,6 +35,10 @@ X = torch.ones(2, 3)
 AXIS, MOVE = alone().axis("dp"), 'move(x, world.axis("dp"), P, S(0))'
 MOE = sw.MoE(8, 16, sw.Gate("topk", experts=4, k=2))
 WORDS = torch.zeros(2, dtype=torch.long)
+#: Options of sw.Loader that are refused, and states that are.
+WRONG = "sampler", "batch_size", "batch_sampler", "shufle", "num_workers"
+STATE = {"epoch": 0, "done": 0, "seed": 0, "batch": 2, "rows": 2}
+STATES = {}, "x", *(STATE | wrong for wrong in ({"epoch": "x"}, {"epoch": -1}, {"rows": 3}))
 
 
 def given(**options: Any) -> Callable[[nn.Module], sw.Engine]:
@@ -44,6 +49,10 @@ def given(**options: Any) -> Callable[[nn.Module], sw.Engine]:
 
 def engine_of(loss: Any = None, **options: Any) -> sw.Engine:
     return given(plan="fp64", loss=loss, **options)(nn.Linear(6, 6))
+
+
+def loader(dataset: Any = X, batch: int = 2, **options: Any) -> sw.Loader:
+    return sw.Loader(dataset, engine_of(), batch, **options)
 
 
 class DeepSpeedEngine(nn.Sequential):
@@ -195,6 +204,13 @@ TYPES = [
         for out in (None, (X, 1))
     ),
     (lambda: engine_of().outputs(lambda _: X, X.int()), "in float32 for", "dtype=torch.float32"),
+    (lambda: loader(iter([])), "a list_iterator as", "utils.data.DataLoader"),
+    (lambda: loader(DataLoader(X)), "a DataLoader as", "utils.data.DataLoader"),
+    (lambda: loader([], drop_last=False), "of 0 rows", "a smaller batch"),
+    (lambda: loader(batch=3), "of 2 rows", "drop_last=False"),
+    *((partial(loader, **{name: -1}), f"'{name}': -1", "num_workers=2") for name in WRONG),
+    (lambda: sw.Loader(X, alone(), 2), "engine=World", "sw.Loader(dataset, engine, 32)"),
+    *((lambda state=s: loader().load_state_dict(state), "batch=2", "saved") for s in STATES),
     (lambda: sw.spawn(str, 2, args=3), "args=3", "spawn(work, 2, args=(3,))"),
     (lambda: sw.save(engine_of(), ""), "folder ''", '"runs/example"'),
     (lambda: sw.save(engine_of(), "a\0b"), "folder 'a", '"runs/example"'),
@@ -326,6 +342,18 @@ def test_a_pipeline_whose_loss_is_cut_off_from_the_model_is_refused(schedule: st
 
     with pytest.raises(RankError, match=NO_GRADIENT):
         run_threads(2, step)
+
+
+@pytest.mark.parametrize("rows", [[X, X[:, 1:]], [X, X.int()]])
+def test_rows_of_several_shapes_or_dtypes_are_not_gathered(rows: list[Tensor]):
+    """The same paragraph on both ranks."""
+
+    def gathered(world: World) -> str:
+        engine = given(plan="dp2", world=world)(make("stack"))
+        return refusal(lambda: engine.gather(rows[world.rank]))
+
+    first, second = run_threads(2, gathered)
+    assert first == second and "Given: rows of shape [" in first
 
 
 def test_what_is_nearly_right_is_taken():
