@@ -158,7 +158,8 @@ def trained(engine: Engine, dry: DryTwin, proof: Proof, expected: Expected) -> T
         if "tp" not in proof.text and "cp" not in proof.text:  # whose ranks compare batches
             found.costs = replace(found.costs, hold=found.costs.hold and every == counted)
         note_memory(found, engine, dry, f"after step {step + 1}")
-    if host is not None and proof.plan.offload is None:  # where activations alone come and go
+    # where activations alone come and go; of experts a prediction assumes that loads are even
+    if host is not None and proof.plan.offload is None and proof.plan.ep == 1:
         most = {"fetched": host.most_fetched_bytes, "hosted": meter.host_peak["activations"]}
         found.measured |= most
         options = options_of(task, proof.case, kernels_of(engine.world.device))

@@ -208,8 +208,9 @@ def _computes(data: Data) -> bool:
 
 
 def _gather(data: Data, unit: Unit) -> None:
-    """Gather a unit for a read, unless one of its calls runs, for which it is gathered."""
-    if not unit.state.depth:
+    """Gather a unit for a read, unless it is gathered for a call that runs, or runs again."""
+    there = all(group.state is State.UNSHARDED for group in unit.groups)
+    if not (unit.state.depth or (data.order.in_backward and there)):
         data.open(unit)
 
 

@@ -133,7 +133,8 @@ class Recomputed:
         return out
 
     def _on_meta(self, args: Any) -> bool:
-        return any(x.is_meta for x in (*leaves(args, Tensor), *self.parts[0].parameters()))
+        params = (p for m in self.parts for p in dict.values(m._parameters) if p is not None)
+        return any(x.is_meta for x in (*leaves(args, Tensor), *params))
 
     def release(self) -> None:
         """Give the module its own forward back, so that no reference cycle keeps it."""

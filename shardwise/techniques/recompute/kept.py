@@ -203,7 +203,8 @@ class ModuleState:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         own = [(vars(m), vars(m).keys() - _FIXED) for m in modules]
         self.attributes = [(table, {key: table[key] for key in keys}) for table, keys in own]
-        params = [(m._parameters, key, p) for m in modules for key, p in m._parameters.items()]
+        # their tables gather what a program reads (engine/checks/reads.py)
+        params = [(m._parameters, key, p) for m in modules for key, p in dict.items(m._parameters)]
         given = (x for x in params if x[2] is not None and not isinstance(x[2], nn.Parameter))
         self.attributes += [(table, {key: p}) for table, key, p in given]
         buffers = [(m._buffers, key, b) for m in modules for key, b in m._buffers.items()]
