@@ -9,19 +9,10 @@ A transport writes it, at the last point before a tensor goes to torch.distribut
 that a peer reads, from that tensor.
 
 Messages between two ranks are counted one by one.  If one call executes a whole collective (NCCL,
-gloo, or threads that read each other's tensors), its messages are not visible.  For N elements
-passed to the call, a rank then sends by definition:
-
-    all_reduce       2 N (n-1)/n   in a ring, one block of N/n in each of 2 (n-1) rounds: n-1 to
-                                   add the blocks, n-1 to pass the sums on
-    broadcast        N (n-1)       from the root, N to each other rank
-    all_gather       N (n-1)       N is a rank's own part, and every other rank needs it
-    reduce_scatter   N (n-1)/n     every block but its own goes to the rank that sums it
-    all_to_all       the counts of the other ranks, added up
-
-If the sizes of the blocks differ by one element, the count of a rank is the average over the ranks,
-to the nearest element.  (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters
-of workstations", JPDC 2009.)
+gloo, or threads that read each other's tensors), its messages are not visible.  A rank then sends by
+definition what the ring bound says (core/layouts/layout.py); in an all_to_all the counts of the
+other ranks, and in a broadcast the root alone, to each other rank.  If the sizes of the blocks
+differ by one element, the count of a rank is the average over the ranks, to the nearest element.
 """
 
 import time
