@@ -9,8 +9,8 @@ A transport writes it, at the last point before a tensor goes to torch.distribut
 that a peer reads, from that tensor.
 
 Messages between two ranks are counted one by one.  If one call executes a whole collective (NCCL,
-gloo, or threads that read each other's tensors), its messages are not visible.  A rank then sends by
-definition what the ring bound says (core/layouts/layout.py); in an all_to_all the counts of the
+gloo, or threads that read each other's tensors), its messages are not visible.  A rank then sends
+by definition what the ring bound says (core/layouts/layout.py); in an all_to_all the counts of the
 other ranks, and in a broadcast the root alone, to each other rank.  If the sizes of the blocks
 differ by one element, the count of a rank is the average over the ranks, to the nearest element.
 """
