@@ -118,11 +118,11 @@ def is_empty(batch: Any, count: Count | None = None) -> bool:
     return bool(tensors) and all(not x.numel() for x in tensors)
 
 
-def on_device(batch: Any, device: torch.device) -> Any:
+def on_device(batch: Any, device: torch.device, *, dry: bool = False) -> Any:
     """The batch with its tensors on `device`; those in pinned memory are copied asynchronously.
-    Raises InputError for a tensor on the meta device, which has no values.
+    Raises InputError for a tensor on the meta device, which has no values, except in a `dry` run.
     """
-    if device.type != "meta" and any(x.is_meta for x in leaves(batch, Tensor, objects=True)):
+    if not dry and any(x.is_meta for x in leaves(batch, Tensor, objects=True)):
         instead = "the batch, made outside of the block of torch.device"
         raise bad("a batch with a tensor on the meta device", "tensors with values", instead)
     kinds = Tensor, PackedSequence  # whose sizes stay on the host

@@ -161,7 +161,7 @@ class Engine:
         self.data.structure.require_unchanged()
         hint.as_followed(self.plan, self.model, None, self.world.rank)
         self.consensus.same.begin(self.steps + 1, *self.optimizer.compared())
-        given, batch = batch, shares.on_device(batch, self.world.device)
+        given, batch = batch, shares.on_device(batch, self.world.device, dry=self.world.dry)
         self.passes.require(batch, self.microbatches, self.rows)
         before = self.ledger.lines
         if self.data.in_step:  # the step before raised
@@ -302,7 +302,7 @@ class Engine:
 
         Called by all ranks; nothing is trained.
         """
-        batch = shares.on_device(batch, self.world.device)
+        batch = shares.on_device(batch, self.world.device, dry=self.world.dry)
         self.consistency.require_batch(batch)
         count = self._count(batch)
         (part,) = self._begin(batch, [batch], trains=False)
