@@ -4,16 +4,14 @@
     model.get_encoder()(ids)   modules whose parameters the root gathers
 
 A module keeps its parameters in a table, which `module.weight` reads.  On a sharded module the
-table is a `Parameters`.  While autograd records a forward pass or a loss, it gathers the full
-value, on all ranks, and gives the parameter; its unit stays gathered until the end of the backward
-pass.  At other times it gives a `Read`, which has its shape, dtype and device, and gathers before
-the first operation that needs the values.  A weight that is split over tensor ranks has no full
-value to gather: an operation on it outside of its layer raises.
+table is a `Parameters`.  In a forward pass, and where autograd records a loss that follows one, it
+gathers the full value, on all ranks, and gives the parameter; its unit stays gathered until the end
+of the pass.  At other times it gives a `Read`, which has its shape, dtype and device, and gathers
+before the first operation that needs the values.  A weight that is split over tensor ranks has no
+full value to gather: an operation on it outside of its layer raises.
 
-`module.parameters()` gives this rank's pieces, on which optimizers and averages of weights work.
-Between a recorded forward pass and its backward pass it gives full parameters, since a loss is
-computed from them then, and also within a forward pass of training under no_grad, where momentum
-encoders are updated.
+`module.parameters()` gives full parameters at the same times, for norms, terms of a loss, and
+momentum encoders; at others this rank's pieces, on which optimizers and averages of weights work.
 """
 
 from collections import defaultdict

@@ -86,7 +86,6 @@ class Data:
         self.begins = True  # of a loop of the program's own: its next forward pass begins a step
         self.begun = False  # an engine has begun a forward pass, whose root has not been called
         self.in_root = self.in_loss = False  # the root's forward, an engine's loss function runs
-        self.records = False  # and autograd recorded when it began
         self.computes_loss = False  # what follows in the program, from a recorded pass
         self.mute = False  # whether gradients of this backward pass count for nothing
         self.handles: list[RemovableHandle | Lease] = []  # of all that is on the model or opened
@@ -244,8 +243,8 @@ class Data:
     def _before_root(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._in_backward():
             return
-        self.in_root, self.records = True, torch.is_grad_enabled()
-        if self.records and self.pace.by_hand:
+        self.in_root = True
+        if torch.is_grad_enabled() and self.pace.by_hand:
             self.consensus.see_inputs((args, kwargs))
         if not self.begun:
             # without a gradient, values lent by torch.func.functional_call do no harm

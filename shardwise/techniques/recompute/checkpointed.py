@@ -108,7 +108,8 @@ class Recomputed:
             return self.forward(*args, **kwargs)
         products = KeptProducts() if self.kind == SELECTIVE else None
         every: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        changing = {key: _copy(x) for key, x in every.items() if type(x) not in _VALUES}
+        objects = {k: x for k, x in every.items() if type(x) not in _VALUES and not callable(x)}
+        changing = {key: _copy(x) for key, x in objects.items()}
         forward = partial(self._forward, changing) if changing else self.forward
         run, given, inputs = partial(forward, **kwargs), args, None
         axis = self.axis if self.kind == PARTITIONED else None
