@@ -1,8 +1,8 @@
 """`sw.Loader`: torch's DataLoader with an engine's rows, which a run resumes within an epoch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -12,6 +12,17 @@ from torch.utils.data import DataLoader
 from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import flag, integer, short_repr
 from shardwise.engine.engine import Engine
+
+
+class LoaderOptions(TypedDict, total=False):
+    """Options of torch's DataLoader that `sw.Loader` passes on."""
+
+    num_workers: int
+    collate_fn: Callable[[list[Any]], Any] | None
+    pin_memory: bool
+    worker_init_fn: Callable[[int], None] | None
+    prefetch_factor: int | None
+    persistent_workers: bool
 
 
 class Loader:
@@ -24,7 +35,7 @@ class Loader:
     batch      rows of a global batch; data ranks have equally many, or one more
     shuffle    in another order in each epoch
     drop_last  leave out the rows at the end that fill no batch
-    options    of torch.utils.data.DataLoader, such as collate_fn, num_workers, pin_memory
+    options    of torch.utils.data.DataLoader
 
     `state_dict()` is the place in the epoch, for `extra=` of sw.save; a loop that is left and begun
     again goes on from there. Raises InputError for arguments that give no batch.
@@ -39,7 +50,7 @@ class Loader:
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = True,
-        **options: Any,
+        **options: Unpack[LoaderOptions],
     ) -> None:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise bad(

@@ -64,8 +64,11 @@ class RowCosts(NamedTuple):
     kept_bytes: float
     numel: float
 
-    def plus(self, other: "RowCosts", times: float = 1.0) -> "RowCosts":
-        return RowCosts(*(a + times * b for a, b in zip(self, other, strict=True)))
+
+def _weighted(*parts: tuple[float, RowCosts]) -> RowCosts:
+    """The sum of costs, each times its weight."""
+    every = [[weight * cost for cost in costs] for weight, costs in parts]
+    return RowCosts(*map(sum, zip(*every, strict=True)))
 
 
 class ModelCosts(NamedTuple):
@@ -322,16 +325,16 @@ class PlanCosts:
         states = state_tensors(self.model.options.spec)
         first = self._costs(self.model.one_row(plan, few if blocks else None))
         if blocks is None:
-            return ModelCosts(first, first.plus(first, -1.0), states)
+            return ModelCosts(first, _weighted((0.0, first)), states)
         if plan.recompute:
             plain = self._row(replace(plan, recompute=None))
-            inside = first.plus(plain.whole, -1.0).plus(plain.blocks)  # of few
+            inside = _weighted((1.0, first), (-1.0, plain.whole), (1.0, plain.blocks))
+            block = _weighted((1 / few, inside))
         else:
             second = self._costs(self.model.one_row(plan, more))
-            inside = first.plus(first, -1.0).plus(second.plus(first, -1.0), few / (more - few))
-        block = inside.plus(inside, 1 / few - 1)
-        whole = first.plus(block, blocks.number - few)
-        return ModelCosts(whole, block.plus(block, blocks.number - 1), states)
+            block = _weighted((1 / (more - few), second), (-1 / (more - few), first))
+        whole = _weighted((1.0, first), (blocks.number - few, block))
+        return ModelCosts(whole, _weighted((blocks.number, block)), states)
 
     def _costs(self, found: Prediction) -> RowCosts:
         """The costs of a recorded row, without weights, launches and latencies that rows share."""

@@ -258,7 +258,7 @@ class _Reads:
             return
         # an engine computes no loss but its own
         loss = data.computes_loss and data.staged is None and not data.pace.by_hand
-        full = _computes(data) or (loss and not data.in_root)
+        full = loss or _computes(data)
         for unit in units:
             if full:
                 _gather(data, unit)

@@ -323,7 +323,8 @@ class StageLayers:
         try:
             yield self.twin
         finally:
-            self._end()
+            for of in self.standing:
+                of.player, of.following = None, False
             for table in (theirs._buffers for _, theirs in self.pairs):
                 table.update({k: None if b is None else b.to("meta") for k, b in table.items()})
 
@@ -357,10 +358,6 @@ class StageLayers:
                 del table[key]
             for module in [module for module, mode in modes if module.training != mode]:
                 module.training = not module.training
-
-    def _end(self) -> None:
-        for of in self.standing:
-            of.player, of.following = None, False
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> Slot:
