@@ -236,7 +236,7 @@ class Ranks:
     """All ranks of a launch, and the store where they meet."""
 
     def __init__(self) -> None:
-        self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.address = socket.create_server(("localhost", 0))
         self.ranks: list[Rank] = []
 
     def run(
@@ -249,11 +249,12 @@ class Ranks:
         quiet: bool = False,
     ) -> None:
         """Run the ranks until they have all exited; no process is left afterwards."""
+        port = self.address.getsockname()[1]
         variables = {
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size)),
             "GROUP_RANK": "0",
             "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(self.store.port),
+            "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
@@ -261,6 +262,14 @@ class Ranks:
             with _environment(_early_variables(device)):
                 for number in range(size):
                     self.ranks.append(Rank(number, work, variables, quiet=quiet))
+            # Its thread may hold a lock of the C library, which a fork would leave locked for ever.
+            self.store = TCPStore(
+                "localhost",
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=self.address.detach(),
+            )
             self._watch(stop or StopSignal())
         finally:
             self._kill()
