@@ -153,6 +153,7 @@ def test_what_was_once_refused_holds(model: str, plan: str, monkeypatch: pytest.
 
 
 @pytest.mark.cases(2)
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mutation", CATALOGUE, ids=lambda mutation: mutation.id)
 def test_a_mutation_is_refused(mutation: Mutation, monkeypatch: pytest.MonkeyPatch):
     """The part of the proof that is to find it finds it."""

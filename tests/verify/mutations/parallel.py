@@ -184,7 +184,7 @@ ROWS |= {
         StageWork, "weights", lambda *of: not of[2]
     ),
     "gradients doubled [pp2 naive]": before(Data, "collected", twice),
-    "a stage not reduced [pp2 dp2 dapple:2] error": all_of(
+    "a stage not reduced [pp2 dp2 dapple:2]": all_of(
         skip(Data, "reduce_stage", lambda _, stage: not stage), drop(Data, "reduce_last")
     ),
     "tied weights not summed [pp2 1f1b:2 of tied]": drop(FlatGradient, "begin_further"),

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import wraps
+from pathlib import Path
+from traceback import extract_tb
 from typing import Any, Final
 
 import torch
@@ -365,11 +367,14 @@ class Tracer:
         """The error to raise instead of `error`, if assumed shapes may have caused it."""
         if not self.assumed or isinstance(error, InputError):
             return error
+        last = extract_tb(error.__traceback__)[-1]
+        place = f"{Path(last.filename).name}:{last.lineno}"
         return bad(
-            f"{', '.join(dict.fromkeys(self.assumed))}, which cannot run on the meta device and "
-            f"were assumed to return a tensor like their first ({type(error).__name__}: {error})",
+            f"a forward that fails in {last.name} ({place}: {type(error).__name__}: {error}) where "
+            f"{', '.join(dict.fromkeys(self.assumed))}, which cannot run on the meta device, were "
+            "assumed to return a tensor like their first, and nothing beside it",
             "layers whose output shapes follow from their input shapes, or equal the first input's",
-            "pp1, or a layer that returns one tensor of the shape of its input",
+            "pp1, or layers that return one tensor of the shape of their input (no router logits)",
         )
 
     def _unknown(self, func: Any, inputs: Sequence[Tensor]) -> InputError:
