@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.cli.predict_command import PredictRequest, predict_request
-from shardwise.core.errors import bad
+from shardwise.core.schedule.draw import save
 from shardwise.core.zero import GATHERED, KEPT, PREDICTED, TEMPORARY, Event
 from shardwise.train.progress import unit_of
 from shardwise.train.report_contents import new_figure
@@ -203,10 +203,4 @@ def draw(path: Path, series: Sequence[Series]) -> None:
         names = [str(event) for event in one.events][::apart]
         axes.set_xticks([*at][::apart], names, rotation=90, fontsize=7)
         axes.legend(frameon=False, fontsize=7, ncols=4, loc="upper left")
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        where = "a file that ends in .svg or .png, in an existing folder that can be written"
-        raise bad(
-            f"a picture that cannot be written: {error}", where, "--timeline step.svg"
-        ) from error
+    save(figure, path, "--timeline step.svg")

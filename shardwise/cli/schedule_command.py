@@ -49,8 +49,8 @@ def schedule_command(
             help="Time of each action, and of a message (hop=0.1); F=1/2/1/1 is one for each stage."
         ),
     ] = "F=1,I=1,W=1",
-    svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw it into this file.")
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw it: a .png or .svg file.")
     ] = None,
     config: Annotated[Path | None, CONFIG] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -63,8 +63,8 @@ def schedule_command(
     if not timeline.makespan:
         given = f"the costs '{costs}', by which no action takes any time"
         raise bad(given, "a time above 0 for an action of the schedule", "--costs F=1,I=1,W=1")
-    if svg is not None:
-        _draw(svg, timeline, subject.title)
+    if out is not None:
+        draw.save(draw.figure(timeline, subject.title), out, "--out pipeline.svg")
     numbers = _numbers(subject, timeline, times)
     if as_json:
         typer.echo(json.dumps(numbers))
@@ -151,15 +151,6 @@ def _of_run(request: Request, config: Path) -> Request:
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{plural * (number != 1)}"
-
-
-def _draw(file: Path, timeline: Timeline, title: str) -> None:
-    try:
-        file.write_text(draw.as_svg(timeline, title), encoding="utf-8")
-    except OSError as error:
-        given = f"a picture that cannot be written: {error}"
-        where = "a file in an existing folder that can be written"
-        raise bad(given, where, "--svg pipeline.svg") from error
 
 
 def _numbers(subject: Subject, timeline: Timeline, costs: ActionCosts) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from rich.text import Text
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.plan.plan_parser import word_of
+from shardwise.core.schedule import draw
 from shardwise.core.schedule.clock import clock
-from shardwise.core.schedule.draw import as_svg
 from shardwise.derive.search.result import parts_of
 from shardwise.train import metrics
 from shardwise.train.data.packed import Packed
@@ -256,7 +256,9 @@ def _schedule(plan: Plan) -> Section | None:
     if sum(map(len, timeline.spans)) > MOST_ACTIONS:
         return Section("Timeline", [said])
     title = f"{plan.pipeline} on {schedule.ranks} ranks"
-    return Section("Timeline", [said], picture="timeline.svg", draw=lambda: as_svg(timeline, title))
+    return Section(
+        "Timeline", [said], picture="timeline.svg", draw=lambda: svg(draw.figure(timeline, title))
+    )
 
 
 def _experts(summary: Summary) -> Section | None:

@@ -110,7 +110,7 @@ def test_an_output_on_a_full_disk_is_one_line() -> None:
         ("schedule 1f1b --costs X=1", "the costs 'X=1'"),
         ("schedule 1f1b --costs F=1/2", "one for each of 4 stages"),
         ("schedule naive --stages=99999999", "at most 32768 forwards"),
-        ("schedule 1f1b --svg /no/such/folder/a.svg", "cannot be written"),
+        ("schedule 1f1b --out /no/such/folder/a.svg", "cannot be written"),
     ],
 )
 def test_bad_input_is_a_paragraph_and_exit_code_2(

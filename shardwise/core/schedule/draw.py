@@ -1,4 +1,4 @@
-"""Drawings of a timeline as text and SVG: one row per rank, as in the papers.
+"""Drawings of a timeline as text and as a figure: one row per rank, as in the papers.
 
     rank 0  F0 F1 F2 .. .. .. B0 -- B1 -- B2 --       time runs to the right, a column a unit
     rank 1  .. F0 F1 F2 B0 -- ...                     dots: waiting; dashes: an action continues
@@ -7,13 +7,18 @@ A cell shows the microbatch. On ranks with two stages, the second stage has lowe
 more stages, a cell shows the stage too: F2.0.
 """
 
-import math
-from html import escape
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
+from shardwise.core.errors import bad
 from shardwise.core.schedule.clock import ActionSpan, Timeline
 from shardwise.core.schedule.schedule import Action, Schedule
 
-#: The largest number of columns of a drawing.
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: The largest number of columns of a text.
 COLUMNS = 1200
 
 #: The colours of each op, for a rank's even and odd stages.
@@ -35,11 +40,6 @@ NAMES: dict[str, str] = {
     "REDUCE": "reduce",
     "GATHER": "gather",
 }
-_FONT = 'font-family="sans-serif" font-size="11"'
-#: Pixels in an SVG: left of time 0, height of a row, above and below a chart's rows.
-_LEFT, _ROW, _HEAD, _AXIS = 60, 26, 34, 20
-#: Pixels for one letter of a title, and for one entry of the legend.
-_LETTER, _ENTRY = 8, 130
 
 
 def label(action: Action, schedule: Schedule) -> str:
@@ -67,72 +67,44 @@ def as_text(timeline: Timeline) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def as_svg(timeline: Timeline, title: str) -> str:
-    """The drawing as SVG, to scale; a tooltip on each cell shows its action and times."""
+def figure(timeline: Timeline, title: str) -> "Figure":
+    """The drawing to scale: a box an action, with its microbatch where there is room for it."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     rows, shortest = _shown(timeline)
-    longest = timeline.makespan
-    scale = min(26 / shortest, COLUMNS / (longest or 1.0))
-    ops = [op for op in COLOURS if any(span.action.op == op for row in rows for span in row)]
-    wide = max(_LEFT + longest * scale, _LETTER * len(title), _LEFT + _ENTRY * len(ops)) + 10
-    foot = _HEAD + _AXIS + _ROW * len(rows)
-    styles = "".join(
-        f".{op}{shade}{{fill:{colour}}}" for op in ops for shade, colour in enumerate(COLOURS[op])
+    longest = timeline.makespan or 1.0
+    inches = min(0.3, 18 * shortest / longest) / shortest
+    made: Any = Figure(
+        (2 + max(4.0, longest * inches), 1.6 + 0.3 * len(rows)), layout="constrained"
     )
-    size = f'width="{wide:.0f}" height="{foot + 34}"'
-    box = f"0 0 {wide:.0f} {foot + 34}"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" {size} {_FONT}>',
-        f"<style>{styles}.m{{text-anchor:middle}}</style>",
-        f'<rect {size} fill="#fff"/>',
-    ]
-    parts += _chart(rows, timeline, title, scale)
-    parts += _axis(longest, foot - _AXIS, scale)
-    for k, op in enumerate(ops):
-        x, y = _LEFT + _ENTRY * k, foot + 8
-        parts.append(f'<rect class="{op}0" x="{x}" y="{y}" width="14" height="14"/>')
-        parts.append(f'<text x="{x + 19}" y="{y + 11}">{NAMES[op]}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def _chart(rows: list[list[ActionSpan]], timeline: Timeline, title: str, scale: float) -> list[str]:
-    parts = [f'<text x="10" y="20" font-size="13">{escape(title)}</text>']
+    axes: Any = made.subplots()
+    boxes = defaultdict[tuple[int, str], list[tuple[float, float]]](list)
     for rank, row in enumerate(rows):
-        y = _HEAD + _ROW * rank
-        waiting = f'width="{timeline.makespan * scale:.2f}" height="22" fill="#eee"'
-        parts.append(f'<text x="10" y="{y + 15}">rank {rank}</text>')
-        parts.append(f'<rect x="{_LEFT}" y="{y}" {waiting}/>')
-        parts += [_cell(span, timeline.schedule, y, scale) for span in row]
-    return parts
+        for (op, stage, microbatch), start, end in row:
+            shade = timeline.schedule.stages(rank).index(stage) % 2
+            boxes[rank, COLOURS[op][shade]].append((start, end - start))
+            if op in "FBIW" and 0.08 * len(str(microbatch)) <= (end - start) * inches:
+                centre = (start + end) / 2, rank
+                axes.annotate(str(microbatch), centre, ha="center", va="center", fontsize=7)
+    for (rank, colour), spans in boxes.items():
+        axes.broken_barh(spans, (rank - 0.45, 0.9), color=colour, ec="white", lw=0.5)
+    axes.set(title=title, xlabel="time", xlim=(0, longest), ylim=(len(rows) - 0.5, -0.5))
+    axes.set(facecolor="#eee", yticks=range(len(rows)))
+    axes.set_yticklabels([f"rank {rank}" for rank in range(len(rows))])
+    shown = [op for op in COLOURS if any(COLOURS[op][0] == colour for _, colour in boxes)]
+    keys = [Patch(color=COLOURS[op][0], label=NAMES[op]) for op in shown]
+    made.legend(handles=keys, loc="outside lower left", ncols=len(keys) or 1, frameon=False)
+    return made
 
 
-def _axis(makespan: float, top: int, scale: float) -> list[str]:
-    """The time axis below the rows; `scale` is in pixels per 1 of makespan."""
-    parts = [f'<text x="10" y="{top + 12}">time</text>']
-    step = round_step(60 / scale)
-    for k in range(int(makespan / step + 1e-6) + 1):
-        x = _LEFT + k * step * scale
-        parts.append(f'<path d="M{x:.2f} {top - 2}v4" stroke="#666"/>')
-        parts.append(f'<text class="m" x="{x:.2f}" y="{top + 12}">{k * step:g}</text>')
-    return parts
-
-
-def round_step(least: float) -> float:
-    """The smallest of ..., 0.5, 1, 2, 5, 10, 20, ... that is not below `least`."""
-    ten = 10.0 ** math.floor(math.log10(least))
-    return next(ten * of for of in (1, 2, 5, 10) if ten * of >= least * (1 - 1e-9))
-
-
-def _cell(span: ActionSpan, schedule: Schedule, y: int, scale: float) -> str:
-    action, start, end = span
-    shade = schedule.stages(schedule.home[action.stage]).index(action.stage) % 2
-    x, wide = _LEFT + start * scale, (end - start) * scale
-    name = str(action.microbatch) if action.op in ("F", "B", "I", "W") else ""
-    text = f'<text class="m" x="{x + wide / 2:.2f}" y="{y + 15}">{name}</text>'
-    return (
-        f'<g><title>{action} {start:g} to {end:g}</title><rect class="{action.op}{shade}" '
-        f'x="{x:.2f}" y="{y}" width="{wide:.2f}" height="22" stroke="#fff"/>'
-        f"{text if name and 7 * len(name) <= wide else ''}</g>"
-    )
+def save(figure: "Figure", path: Path, example: str) -> None:
+    """Write the figure into the file, whose ending says how; InputError with an `example`."""
+    try:
+        cast(Any, figure).savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        where = "a file that ends in .svg or .png, in an existing folder that can be written"
+        raise bad(f"a picture that cannot be written: {error}", where, example) from error
 
 
 def _shown(timeline: Timeline) -> tuple[list[list[ActionSpan]], float]:

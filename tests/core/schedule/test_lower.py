@@ -3,12 +3,11 @@
 import threading
 from itertools import pairwise, permutations
 from queue import Queue
-from xml.etree import ElementTree as ET
 
 import pytest
 
 from shardwise.core.schedule.clock import ActionCosts, clock, simulate
-from shardwise.core.schedule.draw import as_svg, as_text
+from shardwise.core.schedule.draw import as_text, figure
 from shardwise.core.schedule.library import LIBRARY, build
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.schedule import (
@@ -188,22 +187,12 @@ def test_letters_and_columns():
     assert drawn("naive", 1, ActionCosts(0, 0, 0)) == [""]
 
 
-def test_svg_is_to_scale():
-    """One box an action, as wide as its time; marks where time is; room for the escaped title."""
-    title = "a < b and many words more, for which its drawing alone has no room"
-    root = ET.fromstring(as_svg(clock(build("naive", 2)), title))  # noqa: S314
-    space = "{http://www.w3.org/2000/svg}"
-    found = {}
-    for group in root.findall(f"{space}g"):
-        name, box = group.findtext(f"{space}title"), group.find(f"{space}rect")
-        assert name is not None and box is not None
-        found[name] = (float(box.get("x", 0)), float(box.get("width", 0)))
-    assert list(found) == ["F0.0 0 to 1", "B0.0 4 to 6", "F1.0 1 to 2", "B1.0 2 to 4"]
-    (first, unit), (last, two) = found["F0.0 0 to 1"], found["B0.0 4 to 6"]
-    assert (two, last - first) == (2 * unit, 4 * unit)
-    texts = root.findall(f"{space}text")
-    marks = [text for text in texts if text.get("class") == "m"]
-    assert [text.text for text in marks] == ["0", "5"]
-    assert float(marks[1].get("x", 0)) == last + unit  # of 6 seconds, the fifth
-    assert int(root.get("width", 0)) >= 7 * len(title)
-    assert {title, "time"} <= {text.text for text in texts}
+def test_a_figure_is_to_scale():
+    """One box an action, as wide as its time, with its microbatch; axes name ranks and time."""
+    (axes,) = figure(clock(build("naive", 2)), "a < b").axes
+    boxes = [path.get_extents() for drawn in axes.collections for path in drawn.get_paths()]
+    found = sorted((round(box.y0 + box.height / 2), box.x0, box.x1) for box in boxes)
+    assert found == [(0, 0, 1), (0, 4, 6), (1, 1, 2), (1, 2, 4)]
+    assert (axes.get_title(), axes.get_xlabel()) == ("a < b", "time")
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["rank 0", "rank 1"]
+    assert [text.get_text() for text in axes.texts] == ["0"] * 4
