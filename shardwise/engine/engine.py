@@ -269,7 +269,7 @@ class Engine:
                 used[:-1] = self.consensus.expected()
         by_norm, raises = self.guard.by_norm, not self.guard.skip
         squares, differs = self.updates.squares(differs) if by_norm else (loss * 0, differs)
-        numbers = StepNumbers(*weights.factor, loss, tokens, used, squares, differs)
+        numbers = StepNumbers(weights.correction(tokens), loss, tokens, used, squares, differs)
         same, late, arriving = self.consensus.same, self.updates.on_device, chain(first, arriving)
         unread = PendingResult(self.steps + 1, numbers, same, by_norm=by_norm, raises=raises)
         if not late:

@@ -45,15 +45,14 @@ class StepResult:
 class StepNumbers(NamedTuple):
     """What the ranks know at the end of a step: doubles on the device, [1] but for `used`.
 
-    over, parts    an update multiplies gradients by the first over the tokens and the second
+    correction     what an update multiplies gradients by, without clipping
     loss, tokens   the sums over the ranks
     used           the sum of `summary` of consensus.py
     squares        the sum of squares of the gradients, for their norm; 0 if it is not needed
     differs        not 0 if ranks that must have the same have not
     """
 
-    over: Tensor
-    parts: Tensor
+    correction: Tensor
     loss: Tensor
     tokens: Tensor
     used: Tensor
@@ -100,8 +99,8 @@ class PendingResult:
     def read(self) -> StepResult:
         """Wait for the numbers."""
         if self.found is None:
-            over, parts, loss, tokens, *used, squared, differs = self.numbers.read()
-            counted, correction = round(tokens), over / (max(1.0, tokens) * parts)
+            correction, loss, tokens, *used, squared, differs = self.numbers.read()
+            counted = round(tokens)
             loss, norm = loss / max(1, counted), math.sqrt(squared) * correction
             skipped = not (math.isfinite(loss) and math.isfinite(norm))
             shown = norm if self.by_norm else None

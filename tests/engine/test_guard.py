@@ -274,12 +274,12 @@ def test_a_rerun_reports_nothing_of_a_right_run_and_changes_no_bit_of_it(plan: s
 def broken(monkeypatch: pytest.MonkeyPatch) -> threading.local:
     """A rank whose `act` is set computes the gradient of `outer.weight` wrong, before any sum."""
 
-    def collect(self: FlatGradient, index: int) -> None:
-        real(self, index)
+    def collect(self: FlatGradient, indices: list[int], *, mute: bool = False) -> None:
+        real(self, indices, mute=mute)
         self.take()
-        act = getattr(own, "act", None)
-        if act is not None and self.names[index] == "outer.weight" and self.filled[index]:
-            act(self.grad_views[index])
+        for i in indices if getattr(own, "act", None) is not None else ():
+            if self.names[i] == "outer.weight" and self.filled[i]:
+                own.act(self.grad_views[i])
 
     own, real = threading.local(), FlatGradient.collect  # ranks are threads
     monkeypatch.setattr(FlatGradient, "collect", collect)

@@ -9,7 +9,7 @@ a matrix and compute a wrong update, without any error.
 Classes that are not listed may count their steps, so they step once on all parameters of a rank.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -155,12 +155,8 @@ class Lion(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Any = None) -> None:
         """Update every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         for group in self.param_groups:
             lr, (first, second), decay = group["lr"], group["betas"], group["weight_decay"]
             for p in [p for p in group["params"] if p.grad is not None]:
@@ -171,4 +167,3 @@ class Lion(Optimizer):
                 p.mul_(1 - lr * decay)
                 p.sub_(mean.lerp(p.grad, 1 - first).sign_().mul_(lr))
                 mean.lerp_(p.grad, 1 - second)
-        return loss

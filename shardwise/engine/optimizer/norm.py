@@ -16,14 +16,14 @@ the update and halves the scale; after `patience` good updates the scale is doub
 et al., "Mixed precision training", arXiv 1710.03740, 3.2.)
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.tiers.host_memory import doubles_on
 from shardwise.comm.transport import Pending
-from shardwise.core.layouts.flatten import boxes
+from shardwise.engine.state.box import block_copy, pieces
 from shardwise.techniques.data.flat.flat_parameter import Flat
 
 ROW = 2**16
@@ -39,43 +39,21 @@ def squared_norm(x: Tensor) -> Tensor:
 
 
 def squares(flat: Flat) -> Tensor:
-    assert flat.grads.gshard is not None
-    total = squared_norm(flat.grads.gshard)
-    for part in counted_elsewhere(flat):
-        total = total - squared_norm(part.flatten())
+    """Of the gradient in this rank's block, without the parts that another rank counts."""
+    gshard, coordinates = flat.grads.gshard, flat.local.coordinates
+    assert gshard is not None
+    total = squared_norm(gshard)
+    for index, layout in enumerate(flat.layouts):
+        if any(on.shared(coordinates.get(axis, 0)) for axis, on in layout.axes):
+            for box in pieces(flat, index, "", gshard[slice(*flat.pieces[index])]):
+                if box.replica != block_copy(flat):
+                    total = total - squared_norm(box.tensor.flatten())
     return total
 
 
 def counts(flat: Flat) -> bool:
     """Whether this rank, of all that hold its block, counts the block's squares."""
     return flat.layouts[0].replica(flat.local.coordinates) == 0
-
-
-def counted_elsewhere(flat: Flat) -> Iterator[Tensor]:
-    """The parts of the gradient in this rank's block whose squares another rank counts."""
-    assert flat.grads.gshard is not None
-    for index, layout in enumerate(flat.layouts):
-        elsewhere = [
-            shared
-            for axis, on in layout.axes
-            if (shared := on.shared(flat.local.coordinates.get(axis, 0)))
-            and shared.ranks[0] != flat.local.coordinates.get(axis, 0)
-        ]
-        for dim, spans, _ in elsewhere:
-            for first, length in spans:
-                yield from _span(flat, index, dim, first, first + length)
-
-
-def _span(flat: Flat, index: int, dim: int, first: int, last: int) -> Iterator[Tensor]:
-    assert flat.grads.gshard is not None
-    (low, high), origin = flat.pieces[index], flat.plan.origin(index, flat.rank)
-    for box in boxes(tuple(flat.shapes[index]), origin, origin + high - low):
-        begin = low + box.start - origin
-        values = flat.grads.gshard[begin : begin + box.numel].view(box.sizes)
-        start = max(0, first - box.offsets[dim])
-        stop = min(box.sizes[dim], last - box.offsets[dim])
-        if start < stop:
-            yield values.narrow(dim, start, stop - start)
 
 
 # --- factors of the losses, and the loss scale ----------------------------------------------------
@@ -115,14 +93,12 @@ class LossWeights:
             self._totals = self._arriving.wait().view(2, -1)
         return self._totals
 
-    @property
-    def factor(self) -> tuple[Tensor, Tensor]:
-        """The update multiplies by the first, and divides by the second and the step's tokens.
-
-        Doubles [1] on the device: T, and P times the loss scale, of a synchronous schedule.
+    def correction(self, tokens: Tensor) -> Tensor:
+        """What an update multiplies by after a synchronous schedule: T over P, the loss scale and
+        the step's `tokens`.  Doubles [1] on the device.
         """
         total, parts = self.totals.sum(1).clamp(min=1).split(1)
-        return total, parts * self.scale
+        return total / (tokens.clamp(min=1) * parts * self.scale)
 
     def of(self, tokens: float, update: int) -> Tensor:
         """The factor of the mean loss of a microbatch: a double on the device."""

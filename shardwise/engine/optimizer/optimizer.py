@@ -12,7 +12,8 @@ the model's parameters; in an update they have runs of them (runs.py).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -28,10 +29,10 @@ from shardwise.core.tools.arguments import short_repr
 from shardwise.core.tools.tree import leaves
 from shardwise.engine.optimizer import optimizer_state as groups
 from shardwise.engine.optimizer.norm import counts, squares
-from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec, even_out, is_fused
+from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec, is_fused
 from shardwise.engine.optimizer.optimizer_state import State
 from shardwise.engine.optimizer.owners import Owners
-from shardwise.engine.optimizer.runs import Runs, States
+from shardwise.engine.optimizer.runs import Runs, version
 from shardwise.engine.precision import HALF
 from shardwise.techniques.data.checksum import versions
 from shardwise.techniques.data.flat.flat_parameter import Flat
@@ -69,6 +70,9 @@ class ShardedOptimizer(Optimizer, ABC):
         found = {k: self._master(k, flat) for k, flat in enumerate(flats)}
         self.masters = {k: master for k, master in found.items() if master is not None}
         self.seen: dict[Flat, Tensor] = {}  # squares of gradients of this step that left the device
+        self.shown = defaultdict[Tensor, State](dict)  # what a program reads and writes: `state`
+        self.versions: dict[Tensor, int] = {}  # of the states as they were shown
+        self.shows = False  # whether all of them are shown
         self.owners = Owners(spec.is_whole, flats)
         targets = self.owners.targets.items()
         self.runs = [
@@ -90,7 +94,6 @@ class ShardedOptimizer(Optimizer, ABC):
             group["param_names"] = [flat.names[i] for flat, i in own]
         super().__init__(self.torch.param_groups, {})
         self.defaults, self.param_groups = self.torch.defaults, self.torch.param_groups
-        self.state: Any = States(self)
         self.had_states = False
         self.noted = 0  # a number of the states after the last update: see `versions`
         self.spec_options = [groups.options(group) for group in self.param_groups]
@@ -126,6 +129,29 @@ class ShardedOptimizer(Optimizer, ABC):
     def states(self) -> dict[Tensor, State]:
         """The states by the model's parameters, of those that have one."""
         return dict(chain.from_iterable(runs.states().items() for runs in self.runs))
+
+    @property
+    def state(self) -> defaultdict[Tensor, State]:
+        """The states by the model's parameters, as those of torch's optimizers, until an update.
+
+        The next update follows what a program writes.
+        """
+        if not self.shows:
+            states = {p: s for p, s in self.states().items() if p not in self.shown}
+            self.shown |= states
+            self.versions |= {p: version(state) for p, state in states.items()}
+            self.shows = True
+        return self.shown
+
+    @state.setter
+    def state(self, _: object) -> None:
+        """Do nothing: torch's constructor sets it."""
+
+    def written(self, params: Iterable[Tensor]) -> dict[Tensor, State]:
+        """The states of `params` that the program, or a checkpoint, has written."""
+        states = {p: self.shown.get(p, {}) for p in params}
+        none = version({})
+        return {p: s for p, s in states.items() if version(s) != self.versions.get(p, none)}
 
     def expose(self) -> None:
         """Before masters and states are read from outside."""
@@ -165,10 +191,6 @@ class ShardedOptimizer(Optimizer, ABC):
         yield
         for hook in [*self._optimizer_step_post_hooks.values()]:
             hook(self, (), {})
-
-    def update(self, flats: Sequence[Flat], factor: Factor) -> None:
-        self.begin(flats, factor)()
-        self.publish(flats)
 
     def begin(
         self, flats: Sequence[Flat], factor: Factor, *, later: bool = False
@@ -224,7 +246,6 @@ class ShardedOptimizer(Optimizer, ABC):
                 group["params"] = []
             for run in chain.from_iterable(each.every for each in runs):
                 own[run.group]["params"].append(run.param)
-            even_out(self.torch)
             yield
         finally:
             vars(self.torch)["found_inf"] = None
@@ -253,16 +274,17 @@ class ShardedOptimizer(Optimizer, ABC):
                     weights = weights.to(master.device)
                 written = weights != master.to(weights.dtype)
                 master.copy_(torch.where(written, weights, master))
-            self._follow_states(k)
+        self.follow_states(flats)
 
-    def _follow_states(self, k: int) -> None:
-        """Take over the states that the program, or a checkpoint, has set."""
-        if self.state.taken:
-            params = self.flats[k].params
-            if changed := self.state.changed(params):
-                self.runs[k].arrange(self.runs[k].states() | changed)
-            for p in params:
-                self.state.taken.pop(p, None)
+    def follow_states(self, flats: Sequence[Flat]) -> None:
+        """Take over the states that the program, or a checkpoint, has written."""
+        for runs in self.runs if self.shown or self.versions else ():
+            if runs.flat in flats and (written := self.written(runs.flat.params)):
+                runs.arrange(runs.states() | written)
+            for p in runs.flat.params if runs.flat in flats else ():
+                self.shown.pop(p, None)
+                self.versions.pop(p, None)
+                self.shows = False
 
     def eval(self) -> None:
         """Give the model the weights to evaluate and to save, of a schedule-free optimizer.
@@ -334,10 +356,21 @@ class ShardedOptimizer(Optimizer, ABC):
 
     def changed(self) -> dict[str, dict[str, Any]]:
         """By group and option, values that differ from the spec: [the spec's value, this one]."""
-        return groups.changed(self.param_groups, self.spec_options)
+        found: dict[str, dict[str, Any]] = {}
+        for group, first in zip(self.param_groups, self.spec_options, strict=True):
+            now = groups.options(group)
+            pairs = {k: [first.get(k), v] for k, v in now.items() if first.get(k) != v}
+            found |= {group["name"]: pairs} if pairs else {}
+        return found
 
-    def load_changed(self, saved: dict[str, dict[str, Any]]) -> None:
-        groups.take_changed(self.param_groups, self.spec_options, saved)
+    def load_changed(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Restore the values that `changed` returned, unless this spec has another first value.
+
+        So a schedule continues, and a specification with another rate begins with that rate.
+        """
+        for group, first in zip(self.param_groups, self.spec_options, strict=True):
+            pairs = saved.get(group["name"], {}).items()
+            groups.put(group, {k: now for k, (was, now) in pairs if first.get(k) == was})
 
     def compared(self) -> tuple[dict[str, Any], bool]:
         """The options of the groups, which must be equal on all ranks.
@@ -350,10 +383,10 @@ class ShardedOptimizer(Optimizer, ABC):
             called = f"the group {group['name']!r} of engine.optimizer"
             groups.require_options(group, first, called)
             found |= groups.compared(group, called)
-        left = self.state if self.state.taken else self.torch.state
+        left = any(self.shown.values()) if self.shows else self.torch.state
         found["missing states of engine.optimizer"] = self.had_states and not left
         self.had_states = bool(self.torch.state)
-        changed = bool(self.state.changed(self.state.taken))
+        changed = bool(self.written({**self.shown, **self.versions}))
         return found, changed or (bool(self.noted) and self._noted() != self.noted)
 
     def note(self) -> None:

@@ -48,7 +48,7 @@ class OptimizerSpec:
             raise bad(f"sw.Optim({given})", allowed, "sw.Optim(torch.optim.RMSprop, lr=1e-3)")
         if self.kind.__module__[:11] == "torch.optim" and self.kind.__name__ in NOT_IN_ENGINES:
             raise bad(
-                f"optimizer {written(self.kind)}, {NOT_IN_ENGINES[self.kind.__name__]}",
+                f"optimizer torch.optim.{self.kind.__name__}, {NOT_IN_ENGINES[self.kind.__name__]}",
                 f"another class, such as {', '.join(ELEMENTWISE)}, Adafactor, Muon",
                 "sw.AdamW(lr=3e-4), or sw.DDP(module) in a loop of your own",
             )
@@ -185,6 +185,9 @@ class OptimizerSpec:
             kind.kind([g for g, k in zip(groups, of, strict=True) if k == n], **kind.fastest({}))
             for n, kind in enumerate(kinds)
         ]
+        for part in parts:
+            if isinstance(part, torch.optim.SGD):
+                part.register_step_pre_hook(even_out)
         return parts[0] if len(parts) == 1 else Combined(parts, of)
 
     def fastest(self, own: dict[str, Any]) -> dict[str, Any]:
@@ -200,13 +203,6 @@ def _steps(optimizer: Optimizer, p: nn.Parameter, number: int) -> None:
     with torch.device("cpu"):
         for _ in range(number):
             optimizer.step()
-
-
-def written(kind: type[Optimizer]) -> str:
-    """The class as a program writes it."""
-    return (
-        f"torch.optim.{kind.__name__}" if kind.__module__[:11] == "torch.optim" else kind.__name__
-    )
 
 
 def _maker(kind: type[Optimizer]) -> str:
@@ -363,17 +359,16 @@ class Combined(Optimizer):
         pairs = list(zip(self.param_groups, self.of, strict=True))
         for k, part in enumerate(self.parts):
             part.param_groups = [group for group, of in pairs if of == k]
-            even_out(part)
             part.step()
 
 
-def even_out(optimizer: Optimizer) -> None:
+def even_out(optimizer: Optimizer, *_: object) -> None:
     """Create as zeros the momenta that a fused SGD is about to update and does not have yet.
 
     The kernel takes a list with all of them or none, and parameters differ in whether they have had
     a gradient.  With dampening the first momentum is not the damped sum with zero: not fused.
     """
-    for group in optimizer.param_groups if isinstance(optimizer, torch.optim.SGD) else ():
+    for group in optimizer.param_groups:
         group["fused"] = is_fused(group)
         for p in group["params"] if group["fused"] and group["momentum"] else ():
             if p.grad is not None and optimizer.state[p].get("momentum_buffer") is None:

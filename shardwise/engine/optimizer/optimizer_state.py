@@ -176,7 +176,6 @@ NAMING: Final = ("params", "param_names", "name")
 #: Options that choose how torch computes, not what.
 _HOW: Final = ("foreach", "fused", "capturable", "differentiable")
 
-Groups = Sequence[dict[str, Any]]
 Options = Mapping[str, Any]
 
 
@@ -200,40 +199,14 @@ def _filled(old: Any, value: Any) -> Any:
     return value
 
 
-def changed(groups: Groups, specs: Sequence[Options]) -> dict[str, dict[str, Any]]:
-    """By group and option, values that differ from the spec: [the spec's value, this one]."""
-    found: dict[str, dict[str, Any]] = {}
-    for group, spec in zip(groups, specs, strict=True):
-        now = options(group)
-        pairs = {k: [spec.get(k), v] for k, v in now.items() if spec.get(k) != v}
-        found |= {group["name"]: pairs} if pairs else {}
-    return found
-
-
-def take_changed(
-    groups: Groups, specs: Sequence[Options], saved: Mapping[str, Mapping[str, Any]]
-) -> None:
-    """Restore the values that `changed` returned, unless this spec has another first value.
-
-    So a schedule continues, and a specification with another rate begins with that rate.
-    """
-    for group, spec in zip(groups, specs, strict=True):
-        pairs = saved.get(group["name"], {}).items()
-        put(group, {k: now for k, (was, now) in pairs if _listed(spec.get(k)) == was})
-
-
 def compared(group: Options, called: str) -> dict[str, Any]:
     """The options that must be equal on all data ranks, each by its name and `called`.
 
     Tensors on a GPU are left out: to read them would wait for it.
     """
-    found: dict[str, Any] = {}
-    for key, value in ((k, v) for k, v in group.items() if k not in (*NAMING, *_HOW)):
-        on_host = not isinstance(value, Tensor) or (value.dim() == 0 and value.device.type == "cpu")
-        listed = _listed(value) if on_host else None
-        if _all_are(listed, int | float):
-            found[f"{key} of {called}"] = listed
-    return found
+    on_host = {k: v for k, v in group.items() if not (isinstance(v, Tensor) and v.is_cuda)}
+    values = options(on_host).items()
+    return {f"{key} of {called}": v for key, v in values if not isinstance(v, str | None)}
 
 
 def fits(value: Any, first: Any) -> bool:

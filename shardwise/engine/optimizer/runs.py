@@ -13,9 +13,9 @@ its class needs whole, is a run by itself, in its own shape.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,6 @@ from torch import Tensor, nn
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.optimizer.optimizer_state import State
 from shardwise.techniques.data.flat.flat_parameter import Flat
-
-if TYPE_CHECKING:
-    from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 
 
 class FlatRun:
@@ -182,48 +179,6 @@ def _equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
-def _version(state: State) -> int:
+def version(state: State) -> int:
     """A number that changes if a value is written to, added or replaced."""
     return hash(tuple((k, id(x), getattr(x, "_version", 0)) for k, x in state.items()))
-
-
-class States(MutableMapping[Tensor, State]):
-    """The states of an optimizer by the model's parameters, of those that have one.
-
-    A program reads and writes them as those of torch's optimizers.  `taken` are those that it has
-    read, in the `version` of that time, or set: the next update follows what it has changed.
-    """
-
-    def __init__(self, optimizer: "ShardedOptimizer") -> None:
-        self.optimizer = optimizer
-        self.taken, self.version = dict[Tensor, State](), dict[Tensor, int]()
-
-    def changed(self, params: Iterable[Tensor]) -> dict[Tensor, State]:
-        """The states of `params` that the program has changed."""
-        taken = {p: self.taken[p] for p in params if p in self.taken}
-        return {p: s for p, s in taken.items() if self.version.get(p) != _version(s)}
-
-    def __getitem__(self, p: Tensor) -> State:
-        if p not in self.taken:
-            self.taken[p] = state = self.optimizer.states().get(p, {})
-            self.version[p] = _version(state)
-        return self.taken[p]
-
-    def __contains__(self, p: object) -> bool:
-        return isinstance(p, Tensor) and bool(self[p])
-
-    def __setitem__(self, p: Tensor, state: State) -> None:
-        self.taken[p] = state
-        self.version.pop(p, None)
-
-    def __delitem__(self, p: Tensor) -> None:
-        self[p] = {}
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter([p for p, state in (self.optimizer.states() | self.taken).items() if state])
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def clear(self) -> None:
-        self.update({p: State() for p in self})

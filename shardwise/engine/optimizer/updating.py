@@ -93,8 +93,8 @@ class MemoryOptimizer(ShardedOptimizer):
     @torch.no_grad()
     def loaded(self) -> None:
         """After masters were written from outside: copy them to the weights."""
+        self.follow_states(self.flats)
         for k in range(len(self.flats)):
-            self._follow_states(k)
             self._end_step(k)
         self.publish([self.flats[k] for k in self.masters])
 
@@ -214,40 +214,23 @@ class Updates:
         self.scale.update(overflow=False)
 
     def _make(self, parts: Iterable[Sequence[Flat]], factor: Factor, *, later: bool) -> None:
-        if self.on_host:
-            self._make_on_host([*parts] if later else parts, factor, later=later)
-        else:
-            for part in parts:
-                self.optimizer.update(part, factor)
-        if not later:
-            self.optimizer.clear(self.optimizer.flats)
-
-    # --- on a thread of the host, which ends after the last update of the step ------------------
-
-    def _make_on_host(
-        self, parts: Iterable[Sequence[Flat]], factor: Factor, *, later: bool
-    ) -> None:
         """Update parts as they arrive.  Publish them when another one arrives, or at the end; or
         `later`, in `finish`.
         """
         self.finish()
-        self.asked, thread = Event(), self._thread()
+        self.asked, thread = Event(), self._thread(late=later and self.late)
         try:
-            for part in parts:
+            for part in [*parts] if later else parts:
                 update = self.optimizer.begin(part, factor, later=later)
-                self.running.append((thread.submit(self._run, update, late=later), part))
+                self.running.append((thread.submit(update), part))
                 while not later and self.running and self.running[0][0].done():
                     self._end_first()
             if not later:
                 self.finish()
         finally:
             thread.shutdown(wait=not later, cancel_futures=not later)
-
-    def _run(self, update: Callable[[], None], *, late: bool) -> None:
-        if late and self.late:
-            self.asked.wait(MOST_S)
-            time.sleep(LATE_S)
-        update()
+        if not later:
+            self.optimizer.clear(self.optimizer.flats)
 
     def _end_first(self) -> None:
         update, part = self.running.popleft()
@@ -263,12 +246,20 @@ class Updates:
         finally:
             self.running.clear()
 
-    def _thread(self) -> Executor:
-        """A thread for updates, with as many threads of OpenMP as this one."""
-        if self.optimizer.tiers.device.type == "meta":
+    def _thread(self, *, late: bool) -> Executor:
+        """This thread; for updates on the host, one of its own until the last update of the step,
+        with as many threads of OpenMP.
+        """
+        if not self.on_host or self.optimizer.tiers.device.type == "meta":
             return Inline()
         threads = torch.get_num_threads()
-        return ThreadPoolExecutor(1, "shardwise-update", torch.set_num_threads, (threads,))
+        return ThreadPoolExecutor(1, "shardwise-update", self._begin_thread, (threads, late))
+
+    def _begin_thread(self, threads: int, late: bool) -> None:
+        torch.set_num_threads(threads)
+        if late:
+            self.asked.wait(MOST_S)
+            time.sleep(LATE_S)
 
     # --- numbers of a step ----------------------------------------------------------------------
 
@@ -285,10 +276,8 @@ class Updates:
             flags = used_in(unread.read().used)
         consensus.set_used(flags)
         finite = torch.cat([numbers.loss, numbers.squares]).isfinite().all()
-        correction: Any = 1 / (alone or 1)
-        if alone is None:  # without dims: factors change no dtype
-            divisor = numbers.tokens.clamp(min=1) * numbers.parts
-            correction = (numbers.over / divisor).squeeze()
+        # without dims: factors change no dtype
+        correction = numbers.correction.squeeze() if alone is None else 1 / alone
         norm = numbers.squares.squeeze().sqrt() * correction if unread.by_norm else None
         return Factor(correction, finite.logical_not().float()), norm
 

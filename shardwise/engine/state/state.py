@@ -9,7 +9,6 @@ A checkpoint has names and full shapes only, not the row, the ranks or the units
 load the checkpoint of any other.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
@@ -22,9 +21,6 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.comm.move import all_gather_object
 from shardwise.comm.world import World
 from shardwise.core.errors import bad
-from shardwise.core.layouts.flatten import Box1
-from shardwise.core.layouts.flatten import boxes as blocks_of
-from shardwise.core.layouts.param_layout import AxisLayout
 from shardwise.core.tools.hook import Hook
 from shardwise.core.tools.structure import plain_key
 from shardwise.engine.build import ShardedModel
@@ -38,14 +34,11 @@ from shardwise.engine.optimizer.optimizer_state import (
     outgoing,
 )
 from shardwise.engine.state import extra_state
-from shardwise.engine.state.box import Box, block
+from shardwise.engine.state.box import Box, block, data_copy, pieces
 from shardwise.techniques.data.checksum import bits_sum
 from shardwise.techniques.data.flat.flat_parameter import Flat, State
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Units
-
-#: The offsets of a box, its values, and the index of this rank among its holders.
-Part = tuple[tuple[int, ...], Tensor, int]
 
 
 def boxes(model: nn.Module, sharded: ShardedModel, optimizer: ShardedOptimizer) -> list[Box]:
@@ -115,7 +108,7 @@ def boxes_of(flat: Flat, kind: str, block: Tensor | None = None) -> Iterator[Box
     flat.take_assigned()
     values = flat.shard if block is None else block
     for index, (name, (low, high)) in enumerate(zip(flat.names, flat.pieces, strict=True)):
-        yield from _pieces(flat, index, f"{kind}/{name}", values[low:high])
+        yield from pieces(flat, index, f"{kind}/{name}", values[low:high])
 
 
 def held_parameters(optimizer: ShardedOptimizer) -> list[HeldParameter]:
@@ -144,13 +137,13 @@ def held_parameter(
     name, first = flat.names[index], flat.plan.offsets[index] // max(1, flat.plan.share)
     # the first holder has its first element
     first = flat.shard_axis.rank if owned else first
-    copy = _data_copy(flat, first) + flat.layouts[index].holder(flat.local.coordinates)
+    copy = data_copy(flat, first) + flat.layouts[index].holder(flat.local.coordinates)
     shape = flat.layouts[index].full_shape(tuple(flat.shapes[index]))
 
     def boxes(called: str, value: Tensor) -> Iterable[Box]:
         if owned:
             return [Box.full(called, value, copy)]
-        return _pieces(flat, index, called, value.reshape(-1))
+        return pieces(flat, index, called, value.reshape(-1))
 
     local = shape if owned else tuple(flat.views.part(index, flat.shard).shape)
     return HeldParameter(name, param, shape, local, boxes, copy, make)
@@ -176,50 +169,6 @@ def gradients(optimizer: ShardedOptimizer) -> list[Box]:
         used = flat.grads.gshard if in_place else flat.grads.gshard.to(wide) * factor
         found += boxes_of(flat, "grad", used)
     return found
-
-
-def _data_copy(flat: Flat, first: int = 0) -> int:
-    """The index of this rank among the data ranks with the same data, from shard rank `first`."""
-    shard, replicate = flat.shard_axis, flat.replicate_axis
-    return replicate.rank * shard.size + (shard.rank - first) % shard.size
-
-
-def _pieces(flat: Flat, index: int, name: str, piece: Tensor) -> Iterator[Box]:
-    """One parameter's piece in this rank's block, cut into boxes of the whole parameter."""
-    here, layout = tuple(flat.shapes[index]), flat.layouts[index]
-    whole = layout.full_shape(here)
-    copy = flat.replicate_axis.rank if flat.split else _data_copy(flat)
-    copy += layout.replica(flat.local.coordinates)
-    origin = flat.plan.origin(index, flat.rank)
-    found = blocks_of(here, origin, origin + piece.numel())
-    if not math.prod(here) and flat.rank == 0:
-        found = [Box1((0,) * len(here), here, origin)]
-    for box in found:
-        low = box.start - origin
-        values = piece[low : low + box.numel].view(box.sizes)
-        parts: Iterable[Part] = [(box.offsets, values, copy)]
-        for axis, on in layout.axes:
-            parts = [
-                part
-                for each in parts
-                for part in _spread(on, flat.local.coordinates.get(axis, 0), *each)
-            ]
-        for offsets, part, replica in parts:
-            yield Box(name, whole, offsets, tuple(part.shape), part, replica)
-
-
-def _spread(
-    on: AxisLayout, rank: int, offsets: tuple[int, ...], values: Tensor, copy: int
-) -> Iterator[Part]:
-    """Convert a box of a rank's part on an axis to boxes of the tensor on the full axis."""
-    if on.cut is None:
-        yield offsets, values, copy
-        return
-    low, dim, shared = offsets[on.cut.dim], on.cut.dim, on.shared(rank)
-    for here, there, length in on.cut.spans(rank, low, low + values.shape[dim]):
-        also = shared.ranks.index(rank) if shared and shared.includes(here) else 0
-        part = values.narrow(dim, here - low, length)
-        yield (*offsets[:dim], there, *offsets[dim + 1 :]), part, copy + also
 
 
 def _expected(
@@ -290,7 +239,7 @@ def _own_parts(
         for name in named if shape != tuple(p.shape) else ():
             value: Any = state.get(prefix + name)
             whole = tuple(getattr(value, "shape", ())) == shape
-            for box in _pieces(flat, index, name, p.view(-1)) if whole else ():
+            for box in pieces(flat, index, name, p.view(-1)) if whole else ():
                 box.tensor.copy_(block(value, box.offsets, box.sizes))
             loaded |= {prefix + name: registered[name]} if whole else {}
     state.update(loaded)

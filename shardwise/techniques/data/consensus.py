@@ -13,6 +13,7 @@ a rank that continues after its own error is a step ahead. Only this checksum de
 import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -218,7 +219,7 @@ class Consensus:
     def set_used(self, flags: Sequence[bool]) -> None:
         each = iter(flags)
         for group in self.trained:
-            group.grads.used = [next(each) for _ in group.grads.used]
+            group.grads.used = [*islice(each, len(group.params))]
 
     def phase(self, name: str) -> None:
         """Count later messages under this phase of the step."""

@@ -386,7 +386,7 @@ class Data:
         if on.order is not None:
             on.order[p] = None
         if on.is_last(p):
-            self._collect(p)
+            self._collect([p])
         else:  # a hook of the program follows
             on.arrived.append(p)
 
@@ -408,27 +408,24 @@ class Data:
             self._end_backward()
 
     def _collect_arrived(self) -> None:
-        for p in self.on_grads.take_arrived():
-            self._collect(p)
+        self._collect(self.on_grads.take_arrived())
 
-    def _collect(self, p: nn.Parameter) -> None:
-        unit, group, index = self.places[p]
-        if group.split:
-            group.grads.require_whole(index)
-        if p.grad is None and hook.others_after(p):
-            raise hook.in_backward(f"a hook that drops the gradient of {group.names[index]}, as")
-        if unit.state.complete:  # checkpointed reentrantly
-            raise bad(f"two gradients of {unit.name} in one pass", "one", "use_reentrant=False")
-        if self.mute:
-            p.grad = None
-        group.grads.collect(index)
-        if self.collects is not None:
-            group.grads.take()
-            self.collects(group, index)
-        if self.staged is None:
-            unit.state.missing -= 1
-            if not unit.state.missing:
-                self._do(self.order.complete(unit.number))
+    def _collect(self, params: Iterable[nn.Parameter]) -> None:
+        lots: dict[Flat, tuple[Unit, list[int]]] = {}
+        for unit, group, index in map(self.places.__getitem__, params):
+            lots.setdefault(group, (unit, []))[1].append(index)
+        for group, (unit, indices) in lots.items():
+            if unit.state.complete:  # checkpointed reentrantly
+                raise bad(f"two gradients of {unit.name} in one pass", "one", "use_reentrant=False")
+            group.grads.collect(indices, mute=self.mute)
+            if self.collects is not None:
+                group.grads.take()
+                for index in indices:
+                    self.collects(group, index)
+            if self.staged is None:
+                unit.state.missing -= len(indices)
+                if not unit.state.missing:
+                    self._do(self.order.complete(unit.number))
 
     def _end_backward(self) -> None:
         """End a backward pass: reduce units in which some parameter has no gradient."""

@@ -357,9 +357,9 @@ class GradientHooks:
 
     def take_arrived(self) -> Iterable[nn.Parameter]:
         """The parameters to collect."""
-        arrived = dict.fromkeys(self.arrived)
+        arrived = {id(p): p for p in self.arrived}
         self.arrived.clear()
-        return arrived
+        return arrived.values()
 
     def expect(self, groups: Iterable[Flat], begin: Callable[..., None]) -> None:
         """Call `begin` before autograd adds to pieces of gradients that are still on parameters.

@@ -37,7 +37,7 @@ from shardwise.core.buffer_sizes import chunk_numel, reserved_bytes
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.optimizer.optimizer import Factor, Gradient, Owned, ShardedOptimizer
-from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec, even_out
+from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.optimizer.optimizer_state import State
 from shardwise.engine.optimizer.runs import FlatRun
 from shardwise.engine.options import Training
@@ -189,7 +189,6 @@ class DiskOptimizer(ShardedOptimizer):
                     key: run.part(chunks[key], *span) if _streamed(value) else _copied(value)
                     for key, value in before[run.param].items()
                 }
-        even_out(self.torch)
         self.torch.step()
         for run in runs:
             after[run.param] = state = self.torch.state.pop(run.param, {})
@@ -239,8 +238,7 @@ class DiskOptimizer(ShardedOptimizer):
     @torch.no_grad()
     def loaded(self) -> None:
         """After the maps were written: copy the masters to the weights."""
-        for k in range(len(self.flats)):
-            self._follow_states(k)
+        self.follow_states(self.flats)
         self.disk.sync()
         self.disk.drop()
         for k, of in enumerate(self.places):

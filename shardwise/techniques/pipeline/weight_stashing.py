@@ -162,7 +162,8 @@ class Stale:
         if factor.skips is not None or not spoilt.item():
             # autograd must not notice writes to parameters
             with self.optimizer.step_hooks(), _unsafe_preserve_version_counter(params):
-                self.optimizer.update(flats, factor)
+                self.optimizer.begin(flats, factor)()
+                self.optimizer.publish(flats)
         self.guard.spoil(spoilt, flats)
         self.optimizer.clear(flats)
         for unit in self.units.units[stage]:

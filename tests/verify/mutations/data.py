@@ -94,8 +94,8 @@ def truncated(master: Any) -> Any:
 
 ROWS |= {
     # --- the optimizer ----------------------------------------------------------------------------
-    "gradients 1.0001 times as large [dp2 zero1]": around(
-        ShardedOptimizer, "update", lambda real, o, flats, f: real(o, flats, times(f, 1.0001))
+    "gradients 1.0001 times as large [dp2 zero1]": arguments(
+        ShardedOptimizer, "begin", lambda o, flats, f: (o, flats, times(f, 1.0001))
     ),
     "weight decay dropped [dp2]": options(weight_decay=0.0),
     "other betas [dp2 zero2]": options(betas=(0.9, 0.999)),
@@ -105,10 +105,10 @@ ROWS |= {
     ),
     "an update made twice [dp2 zero3]": around(
         ShardedOptimizer,
-        "update",
-        lambda real, o, f, *of: [real(o, f, *of), real(o, f, Factor(1.0))],
+        "begin",
+        lambda real, o, f, *of, **how: [real(o, f, *of, **how)(), real(o, f, Factor(1.0))][1],
     ),
-    "steps are counted double [dp2 zero1]": after(ShardedOptimizer, "update", counted_again),
+    "steps are counted double [dp2 zero1]": after(MemoryOptimizer, "publish", counted_again),
     "a frozen parameter trained [dp2] error": before(
         Flat, "__init__", lambda _, params, *__: [p.requires_grad_(True) for _, p in params]
     ),
@@ -181,10 +181,9 @@ def times(factor: Factor, by: float) -> Factor:
     return factor._replace(value=factor.value * by)
 
 
-@ROWS.around("dp2 zero3", ShardedOptimizer, "update")
-def a_bit_of_a_moment_flips(real, optimizer: ShardedOptimizer, flats: Any, *args: Any) -> None:
+@ROWS.around("dp2 zero3", MemoryOptimizer, "publish")
+def a_bit_of_a_moment_flips(_, optimizer: MemoryOptimizer, flats: Any) -> None:
     """On the second rank of the axis, in one number of its first flat parameter."""
-    real(optimizer, flats, *args)
     first = optimizer.flats[0]
     if first in flats and any(first.grads.used) and first.shard_axis.rank == 1:
         run = next(run for run in optimizer.runs[0].every if run.low < run.high)
@@ -294,7 +293,7 @@ def an_overflow_not_skipped_by_one_rank(real, updates: Updates, *args: Any) -> A
     """Rank 1 updates from gradients that are not finite."""
     if updates.guard.world.rank == 1:
         updates.data.units.to_sharded()
-        updates.optimizer.update(updates.optimizer.flats, Factor(1.0))
+        updates.optimizer.begin(updates.optimizer.flats, Factor(1.0))()
     return real(updates, *args)
 
 

@@ -27,7 +27,7 @@ from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.layouts.layout import P, Placement, R
-from shardwise.core.tools.hook import others_after
+from shardwise.core.tools.hook import in_backward, others_after
 from shardwise.core.zero import RowMoves
 from shardwise.techniques.data.flat.local_layout import FlatViews, LocalLayout
 
@@ -75,25 +75,40 @@ class FlatGradient:
 
     # --- in the backward pass -----------------------------------------------------------------
 
-    def require_whole(self, index: int) -> None:
-        """Raise InputError if autograd has left the gradient of a piece on parameter `index`."""
-        p = self.params[index]
-        if p.grad is not None and p.grad.shape != self.views.shapes[index]:
-            p.grad = None
-            raise bad(
-                f"a loss that was computed from this rank's piece of {self.names[index]}",
-                "losses of what model(x) and model.NAME give; of model.parameters() after model(x)",
-                "loss = model(x).mean(), then loss += sum(p.norm() for p in model.parameters())",
-            )
+    def collect(self, indices: Sequence[int], *, mute: bool = False) -> None:
+        """Take the gradients that autograd has just left on these parameters; `mute`: drop them.
 
-    def collect(self, index: int) -> None:
-        """Take the gradient that autograd has just left on parameter `index`."""
-        p = self.params[index]
-        gradient = p.grad
-        if gradient is None:
-            return
-        p.grad = None
-        self.has_grad[index] = True
+        Raises InputError for the gradient of a piece, and for one that a hook has dropped.
+        """
+        lot = [(i, self.params[i].grad) for i in indices]
+        shapes = self.views.shapes
+        for i, gradient in lot:
+            p = self.params[i]
+            if gradient is None:
+                if others_after(p):
+                    raise in_backward(f"a hook that drops the gradient of {self.names[i]}, as")
+                continue
+            p.grad = None
+            if gradient.shape != shapes[i]:
+                raise bad(
+                    f"a loss that was computed from this rank's piece of {self.names[i]}",
+                    "losses of what model(x) and model.NAME give; of model.parameters() after "
+                    "model(x)",
+                    "loss = model(x).mean(), then "
+                    "loss += sum(p.norm() for p in model.parameters())",
+                )
+            if mute:
+                continue
+            self.has_grad[i] = True
+            if self.touched or gradient.requires_grad or gradient.is_sparse:
+                gradient = self._plain(i, gradient)
+            self.lot.append((i, gradient))
+            self.lot_bytes += gradient.nbytes
+        if self.lot_bytes >= LOT_BYTES:
+            self.take()
+
+    def _plain(self, index: int, gradient: Tensor) -> Tensor:
+        """The values of a gradient that is sparse or has a graph, which are noted."""
         if gradient.requires_grad:  # under create_graph=True
             before = self.graphs.get(index)
             self.graphs[index] = gradient if before is None else before + gradient
@@ -101,12 +116,7 @@ class FlatGradient:
         if index in self.touched:
             rows = gradient._indices()[0] if gradient.is_sparse else slice(None)
             self.touched[index][rows] = 1
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        self.lot.append((index, gradient))
-        self.lot_bytes += gradient.nbytes
-        if self.lot_bytes >= LOT_BYTES:
-            self.take()
+        return gradient.to_dense() if gradient.is_sparse else gradient
 
     @torch.no_grad()
     def take(self) -> None:
@@ -153,8 +163,8 @@ class FlatGradient:
 
     def unshow(self) -> None:
         """After the pass: take back what was shown and had no gradient in it."""
-        for i in [i for i, shown in enumerate(self.shown) if shown and not self.filled[i]]:
-            self.collect(i)
+        left = [i for i, shown in enumerate(self.shown) if shown and not self.filled[i]]
+        self.collect([i for i in left if self.params[i].grad is not None])
         self.take()
         self.shown = [False] * len(self.params)
 

@@ -89,7 +89,9 @@ class FlatViews:
         return whole.as_strided(self.shapes[index], self.strides[index], offset)
 
     def every(self, whole: Tensor) -> list[Tensor]:
-        return [self.view(index, whole) for index in range(len(self.shapes))]
+        first = whole.storage_offset()
+        own = zip(self.shapes, self.strides, self.plan.offsets, strict=True)
+        return [whole.as_strided(shape, stride, first + offset) for shape, stride, offset in own]
 
     def part(self, index: int, block: Tensor) -> Tensor:
         """The piece, or all of the parameter if it is not split: an optimizer works on it."""
