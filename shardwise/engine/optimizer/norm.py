@@ -23,8 +23,6 @@ from torch import Tensor
 
 from shardwise.comm.tiers.host_memory import doubles_on
 from shardwise.comm.transport import Pending
-from shardwise.engine.state.box import block_copy, pieces
-from shardwise.techniques.data.flat.flat_parameter import Flat
 
 ROW = 2**16
 
@@ -36,24 +34,6 @@ def squared_norm(x: Tensor) -> Tensor:
     rows = torch.linalg.vector_norm(x[:whole].view(-1, ROW), dim=1, dtype=dtype)
     rest = torch.linalg.vector_norm(x[whole:], dtype=dtype)
     return rows.double().square().sum() + rest.double().square()
-
-
-def squares(flat: Flat) -> Tensor:
-    """Of the gradient in this rank's block, without the parts that another rank counts."""
-    gshard, coordinates = flat.grads.gshard, flat.local.coordinates
-    assert gshard is not None
-    total = squared_norm(gshard)
-    for index, layout in enumerate(flat.layouts):
-        if any(on.shared(coordinates.get(axis, 0)) for axis, on in layout.axes):
-            for box in pieces(flat, index, "", gshard[slice(*flat.pieces[index])]):
-                if box.replica != block_copy(flat):
-                    total = total - squared_norm(box.tensor.flatten())
-    return total
-
-
-def counts(flat: Flat) -> bool:
-    """Whether this rank, of all that hold its block, counts the block's squares."""
-    return flat.layouts[0].replica(flat.local.coordinates) == 0
 
 
 # --- factors of the losses, and the loss scale ----------------------------------------------------

@@ -28,12 +28,12 @@ from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import short_repr
 from shardwise.core.tools.tree import leaves
 from shardwise.engine.optimizer import optimizer_state as groups
-from shardwise.engine.optimizer.norm import counts, squares
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec, is_fused
 from shardwise.engine.optimizer.optimizer_state import State
 from shardwise.engine.optimizer.owners import Owners
 from shardwise.engine.optimizer.runs import Runs, version
 from shardwise.engine.precision import HALF
+from shardwise.engine.state.box import counts, squares
 from shardwise.techniques.data.checksum import versions
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.same_on_ranks import SameOnRanks, named_parts

@@ -9,6 +9,7 @@ from torch import Tensor
 from shardwise.core.layouts.flatten import Box1
 from shardwise.core.layouts.flatten import boxes as blocks_of
 from shardwise.core.layouts.param_layout import AxisLayout
+from shardwise.engine.optimizer.norm import squared_norm
 from shardwise.techniques.data.flat.flat_parameter import Flat
 
 #: The offsets of a box, its values, and the index of this rank among its holders.
@@ -88,3 +89,24 @@ def _spread(
         also = shared.ranks.index(rank) if shared and shared.includes(here) else 0
         part = values.narrow(dim, here - low, length)
         yield (*offsets[:dim], there, *offsets[dim + 1 :]), part, copy + also
+
+
+# --- the squares of a gradient --------------------------------------------------------------------
+
+
+def squares(flat: Flat) -> Tensor:
+    """Of the gradient in this rank's block, without the parts that another rank counts."""
+    gshard, coordinates = flat.grads.gshard, flat.local.coordinates
+    assert gshard is not None
+    total = squared_norm(gshard)
+    for index, layout in enumerate(flat.layouts):
+        shared = any(on.shared(coordinates.get(axis, 0)) for axis, on in layout.axes)
+        for box in pieces(flat, index, "", gshard[slice(*flat.pieces[index])]) if shared else ():
+            if box.replica != block_copy(flat):
+                total = total - squared_norm(box.tensor.flatten())
+    return total
+
+
+def counts(flat: Flat) -> bool:
+    """Whether this rank, of all that hold its block, counts the block's squares."""
+    return flat.layouts[0].replica(flat.local.coordinates) == 0
