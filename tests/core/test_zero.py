@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.core.errors import InputError, Problem, bad, refusal
-from shardwise.core.layouts.layout import P, R, S
+from shardwise.core.layouts.layout import R, S
 from shardwise.core.layouts.uneven import balanced
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.arguments import beside
 from shardwise.core.tools.tree import leaves, mapped
-from shardwise.core.zero import ALIASES, ROWS, Moment, Row, bytes_per_parameter, step_moves
+from shardwise.core.zero import ALIASES, ROWS, Moment, Row, bytes_per_parameter
 from shardwise.techniques.pipeline.stage_io import crossing, maker
 
 #: arXiv 1910.02054, table 1: GB a device for 7.5 B, 128 B and 1 T parameters by number of ranks,
@@ -41,32 +41,6 @@ def test_zero_table_1(n: int):
             digits = str(float(printed)).removesuffix(".0").partition(".")[2]
             ours = numel * bytes_per_parameter(ROWS[stage], n) / 1e9
             assert abs(ours - printed) < 10.0 ** -len(digits), stage
-
-
-@pytest.mark.parametrize(
-    ("row", "moves"),
-    [
-        ("ddp", ["all_reduce"]),
-        ("zero1", ["reduce_scatter", "all_gather"]),
-        ("zero2", ["reduce_scatter"] * 3 + ["all_gather"]),
-        ("zero3", ["all_gather", "all_gather", "reduce_scatter"] * 3),
-    ],
-)
-def test_accumulation(row: str, moves: list[str]):
-    """Over three microbatches ddp and zero1 send once, the others each time; one rank never."""
-    assert [move.what for move in step_moves(ROWS[row], 64, 4, microbatches=3)] == moves
-    assert step_moves(ROWS[row], 64, 1, microbatches=3) == []
-    assert bytes_per_parameter(ROWS[row], 1) == 16
-
-
-def test_hybrid_is_a_row_for_each_axis():
-    """Between groups each rank's own block is reduced, once a step, before the update."""
-    for row in STAGES:
-        (between,) = [move for move in ROWS[row].moves() if move.axis == "replicate"]
-        assert (between.moment, between.state) == (Moment.BEFORE_UPDATE, "grad")
-        assert (between.src, between.dst, between.block) == (P, R, True)
-    (move,) = ROWS["ddp"].moves()
-    assert (move.axis, move.moment, move.block) == ("replicate", Moment.BEFORE_UPDATE, False)
 
 
 def test_the_word_of_a_row():
@@ -115,17 +89,6 @@ def test_tiers(param: str, optim: str, name: str):
     assert found == COPIES[param, optim]
     assert [move for move in moves if move not in copies] == list(row.moves())
     assert {move.src_tier for move in row.moves()} == {"device"}
-
-
-def test_axes_of_one_rank_and_frozen_parameters():
-    """Ranks exchange nothing on an axis of one rank; frozen parameters are only used."""
-    zero3 = ROWS["zero3"]
-    offloaded = replace(zero3, param_tier="host", optim_tier="host")
-    assert zero3.moves(1, 1) == ()
-    assert [move.axis for move in zero3.moves(1, 4)] == ["replicate"]
-    assert all(move.between_tiers for move in offloaded.moves(1, 1))
-    assert {move.moment for move in offloaded.moves(trained=False)} == {Moment.USE}
-    assert ROWS["zero1"].moves(trained=False) == ()
 
 
 def test_the_text_of_an_error():
