@@ -17,7 +17,6 @@ from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.arguments import beside
 from shardwise.core.tools.tree import leaves, mapped
 from shardwise.core.zero import ALIASES, ROWS, Moment, Row, bytes_per_parameter
-from shardwise.techniques.pipeline.stage_io import crossing, maker
 
 #: arXiv 1910.02054, table 1: GB a device for 7.5 B, 128 B and 1 T parameters by number of ranks,
 #: in the paper's stages P_os (zero1), P_os+g (zero2), P_os+g+p (zero3).
@@ -185,12 +184,3 @@ def test_the_heaviest_part_is_as_light_as_any_cut_makes_it(weights: list[int], d
     best = min(heaviest(weights, cuts) for cuts in every)
     assert balanced(weights, parts) == min(c for c in every if heaviest(weights, c) == best)
     assert balanced((0.1,) * 3, 3) == (1, 2)  # fractions, of which sums are rounded
-
-
-def test_values_cross_from_their_maker_to_their_last_user():
-    """The figure of the file; what nobody uses later stays; a tied weight is from the nearest."""
-    made, used = [(0,), (0,), (1,)], [(0, 1), (1, 3), (2,)]
-    assert crossing(made, used, 4) == ((0, 1), (1, 2), (1,))
-    assert crossing([(0,), (1,)], [(0,), ()], 2) == ((),)
-    assert crossing([(0, 2)], [(0, 1, 2, 3)], 4) == ((0,), (), (0,))
-    assert [maker((1, 3), use) for use in range(5)] == [None, 1, 1, 3, 3]
