@@ -1,10 +1,9 @@
 """The states table against the figures of the ZeRO paper; small parts of the core."""
 
-from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +14,6 @@ from shardwise.core.layouts.layout import R, S
 from shardwise.core.layouts.uneven import balanced
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.arguments import beside
-from shardwise.core.tools.tree import leaves, mapped
 from shardwise.core.zero import ALIASES, ROWS, Moment, Row, bytes_per_parameter
 
 #: arXiv 1910.02054, table 1: GB a device for 7.5 B, 128 B and 1 T parameters by number of ranks,
@@ -115,61 +113,6 @@ def test_another_name_is_beside_the_first(
     monkeypatch.chdir(tmp_path / "here")
     expected = tmp_path / other if path == "." else Path(other)
     assert beside(Path(path)) == expected
-
-
-class Point(NamedTuple):
-    x: Any
-    y: Any
-
-
-@dataclass(frozen=True)
-class Box:
-    content: Any
-    label: str = "label"
-
-
-class Named(OrderedDict[str, Any]):
-    """Its constructor takes the items by name, as that of a ModelOutput of transformers."""
-
-    def __init__(self, n: Any) -> None:
-        super().__init__(n=n)
-        self.size = 1
-
-
-class Labelled(list[Any]):
-    """Its constructor takes something else than the items."""
-
-    def __init__(self, *, name: str) -> None:
-        super().__init__()
-        self.name = name
-
-
-def test_a_changed_tree_is_a_copy_of_the_same_classes():
-    """Leaves are found in order; the tree stays as it was, and so does what does not change."""
-    tree = [1.5, (2.5, "a"), Point(3.5, None), {"k": [4.5]}, Box({"m": 5.5}), {1, 2}]
-    assert leaves(tree, float) == [1.5, 2.5, 3.5, 4.5, 5.5]
-    made = mapped(lambda x: -x, tree, float)
-    assert made == [-1.5, (-2.5, "a"), Point(-3.5, None), {"k": [-4.5]}, Box({"m": -5.5}), {1, 2}]
-    assert [type(x) for x in made] == [type(x) for x in tree]
-    assert leaves(tree, float) == [1.5, 2.5, 3.5, 4.5, 5.5]
-    assert mapped(lambda x: x, tree, float) is tree
-    made = mapped(lambda x: -x if x == 1.5 else x, tree, float)
-    assert all(a is b for a, b in zip(made[1:], tree[1:], strict=True))
-
-
-def test_containers_with_constructors_of_their_own_are_copied():
-    """No constructor is called: its arguments are not known."""
-    row = Labelled(name="first")
-    row.append(1.5)
-    made = mapped(lambda x: -x, [Named(2.5), row], float)
-    assert made == [{"n": -2.5}, [-1.5]]
-    assert (type(made[0]), made[0].size, type(made[1]), made[1].name) == (
-        Named,
-        1,
-        Labelled,
-        "first",
-    )
-    assert row == [1.5]
 
 
 def heaviest(weights: list[int], cuts: tuple[int, ...]) -> int:
