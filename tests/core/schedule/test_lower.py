@@ -1,8 +1,6 @@
 """Lowering: transfers that cannot cross, memory at the right time; and the drawings."""
 
-import threading
-from itertools import pairwise, permutations
-from queue import Queue
+from itertools import permutations
 
 import pytest
 
@@ -11,19 +9,12 @@ from shardwise.core.schedule.draw import as_text, figure
 from shardwise.core.schedule.library import LIBRARY, build
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.schedule import (
-    COMPUTE_OPS,
-    Action,
     Schedule,
     Token,
     Transfer,
-    makes,
-    needs,
-    takes,
 )
 from shardwise.techniques.pipeline.runtime import acks
-from tests.core.schedule.schedules import check, read, sizes, write
-
-SOME = ["1f1b:3", "interleaved:4x3", "bfs:3x2", "zb-h1:5", "zb-v:5", "dualpipe-v:4"]
+from tests.core.schedule.schedules import sizes, write
 
 
 def test_two_ranks_of_1f1b():
@@ -64,83 +55,6 @@ def messages(schedule: Schedule, rank: int, op: str, peer: int) -> list[Token]:
     """What a rank sends to a peer or receives from it, in order."""
     steps = [step for step in schedule.rows[rank] if isinstance(step, Transfer)]
     return [step.token for step in steps if (step.op, step.peer) == (op, peer)]
-
-
-@pytest.mark.parametrize(("word", "most"), [("1f1b:8", [4, 3, 2, 0]), ("gpipe:8", [8, 8, 8, 0])])
-def test_few_messages_are_kept_for_want_of_a_proof(word: str, most: list[int]):
-    """The most outputs that each rank keeps for the next: in 1F1B one for each tape."""
-    whole = lower(build(word, 4))
-    found = []
-    for rank, row in enumerate(whole.rows):
-        proofs, kept, peak = acks(whole, rank), set(), 0
-        for step in (step for step in row if isinstance(step, Transfer)):
-            if step.op == "RECV":
-                kept.difference_update(proofs.get(step.token, ()))
-            elif step.token.kind == "act":
-                kept.add(step.token)
-            peak = max(peak, len(kept))
-        found.append(peak)
-    assert found == most
-
-
-@pytest.mark.parametrize("word", [*SOME, "pipedream:4"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ranks_that_run_by_themselves_finish(word: str, ranks: int):
-    """Threads with nothing but queues between them do every step, each with what it needs."""
-    schedule = lower(build(word, ranks), gather=not word.startswith("pipedream"))
-    wire = {(a, b): Queue[Token]() for a in range(ranks) for b in range(ranks)}
-    left: dict[int, set[Token]] = {}
-
-    def run(rank: int) -> None:
-        here: set[Token] = set()
-        for step in schedule.rows[rank]:
-            if isinstance(step, Transfer) and step.op == "RECV":
-                assert wire[step.peer, rank].get(timeout=30) == step.token
-            assert here.issuperset(needs(step, schedule))
-            if isinstance(step, Transfer) and step.op == "SEND":
-                wire[rank, step.peer].put(step.token)
-            here.difference_update(takes(step, schedule))
-            here.update(makes(step, schedule))
-        left[rank] = {token for token in here if token.kind != "weights"}
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert left == {rank: set() for rank in range(ranks)}
-    assert all(queue.empty() for queue in wire.values())
-
-
-@pytest.mark.parametrize("word", SOME)
-def test_parameters_are_whole_while_their_stage_computes(word: str):
-    """GATHER and FREE stand around each run of uses; REDUCE comes once, behind the last B or W."""
-    schedule = lower(build(word, 2), gather=True)
-    for rank, row in enumerate(schedule.rows):
-        whole: list[int] = []
-        actions = [step for step in row if isinstance(step, Action)]
-        for action, after in pairwise(actions):
-            if action.op == "GATHER":
-                assert after.op in COMPUTE_OPS and not whole
-                whole.append(action.stage)
-            elif action.op in COMPUTE_OPS:
-                assert whole == [action.stage]
-            elif action.op == "FREE":
-                assert whole.pop() == action.stage
-        gathers = [action.op for action in actions].count("GATHER")
-        assert gathers == 1 if len(schedule.stages(rank)) == 1 else gathers > 1
-        for stage in schedule.stages(rank):
-            own = [a.op for a in actions if a.stage == stage and a.op not in ("GATHER", "FREE")]
-            assert own.count("REDUCE") == 1 and own[-1] == "REDUCE" and own[-2] in ("B", "W")
-
-
-def test_streams_that_overtake_each_other_are_received_in_the_order_sent():
-    """A gradient that is wanted before an output sent earlier waits for that output's receive."""
-    schedule = read("rank 0 F0.0 F0.1 F2.0 B2.0 F2.1 B2.1 B0.0 B0.1\nrank 1 F1.0 B1.0 F1.1 B1.1")
-    check(schedule)
-    assert " ".join(map(str, lower(schedule).rows[1][:6])) == (
-        "RECV:act0.0<0 F1.0 SEND:act1.0>0 RECV:act0.1<0 RECV:grad2.0<0 B1.0"
-    )
 
 
 FIGURES = {
