@@ -291,24 +291,6 @@ def test_tracing_computes_nothing_and_leaves_nothing() -> None:
         assert trace.bundles
 
 
-def test_a_stage_leaves_nothing_alive() -> None:
-    """Its tensors go with its outputs, at once: nothing waits for the garbage collector."""
-    stages, batch = cut(settled(Stack(glue=writes)), THREE, [1]), rows(50)
-
-    def run() -> None:
-        outputs = ran(stages, 1, batch).outputs
-        torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
-
-    run()
-    gc.collect()
-    before = storages()
-    gc.disable()
-    run()
-    found = storages()
-    gc.enable()
-    assert found.items() <= before.items()
-
-
 def test_a_trace_says_what_crosses() -> None:
     """What stage 0 made for stage 2 is handed on by stage 1; evaluated, it needs no gradient."""
     stages = cut(settled(MODELS["mask"]()), THREE, [0])
