@@ -145,15 +145,6 @@ def test_gradients_are_those_of_autograd(name: str, how: str):
 
 
 @WAYS
-def test_a_stage_that_is_given_nothing_to_differentiate(how: str):
-    """The first stage: None for the given, and all the weights' gradients."""
-    plain, module = made("layers"), made("layers")
-    played("layers", plain, given("layers"), "autograd")
-    assert played("layers", module, [x.detach() for x in given("layers")], how) == [None]
-    assert_near([p.grad for p in module.parameters()], [p.grad for p in plain.parameters()])
-
-
-@WAYS
 @pytest.mark.parametrize("name", STAGES)
 def test_nothing_of_the_graph_is_left(name: str, how: str):
     """With the tape played, nothing that the forward pass made or was given is alive."""
