@@ -1,8 +1,6 @@
 """The pool of buffers, the collectives of a library, threads, and what a ledger counts."""
 
-import pickle
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from shardwise.comm.transport import Transport
 from shardwise.comm.world import Axis, World, counted_axis
 from shardwise.core.errors import InputError
 from shardwise.core.layouts.layout import I, P, R, S
-from shardwise.core.tally import Key, Tally
 from shardwise.engine.optimizer.optimizer_spec import SGD
 from shardwise.engine.parallelize import parallelize
 from tests.comm.test_mailboxes import gloo_of
@@ -202,27 +199,3 @@ def test_every_transport_refuses_a_tensor_of_another_device(backend: str) -> Non
     others = {"with_ledger", "begin", "count", "require_device", "barrier", "ready", "answered"}
     assert public - others == set(CALLS)
     (run_threads if backend == "threads" else run_gloo)(2, refused, backend)
-
-
-def test_ledgers():
-    """Lines of a key add up; a phase lasts for its block; differences; another process."""
-
-    def write(kind: str, numel: int, dtype: torch.dtype) -> None:
-        ledger.begin("dp", kind).add(torch.empty(0, dtype=dtype), numel)
-
-    ledger = Ledger()
-    write("all_reduce", 10, torch.float32)
-    write("all_reduce", 5, torch.float16)
-    assert ledger.lines == {Key("dp", "all_reduce", "start"): Tally(2, 15, 50, 2)}
-    assert ledger.sent_bytes() == 50
-    assert pickle.loads(pickle.dumps(ledger)).lines == ledger.lines  # noqa: S301
-    before, ledger.now = ledger.lines, "backward"
-    assert ledger.since(before) == {}
-    with suppress(ArithmeticError), ledger.phase("update"):
-        write("all_gather", 2, torch.int8)
-        raise ArithmeticError
-    write("all_gather", 1, torch.int8)
-    assert ledger.since(before) == {
-        Key("dp", "all_gather", "update"): Tally(1, 2, 2, 1),
-        Key("dp", "all_gather", "backward"): Tally(1, 1, 1, 1),
-    }
