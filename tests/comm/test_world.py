@@ -20,7 +20,7 @@ from shardwise.comm.gloo.gloo import Gloo
 from shardwise.comm.move import all_gather, all_reduce
 from shardwise.comm.start.rendezvous import host_number
 from shardwise.comm.torch_links import TorchLinks
-from shardwise.comm.world import World, alone, device_of_rank, init, traced, world_of
+from shardwise.comm.world import World, alone, device_of_rank, init, world_of
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan.plan import Plan
@@ -82,18 +82,6 @@ def test_a_process_has_one_world():
     """The ranks of one that was closed would not find each other again."""
     with pytest.raises(InputError, match=r"sw\.init\(\) after world\.close\(\)"):
         sw.spawn(part_and_meet, 2)
-
-
-def test_traced_worlds():
-    """Any rank has its place without a process; a mesh has a ledger of its own."""
-    mesh = Mesh.parse("dp_replicate2 dp_shard3")
-    for rank in (0, 3, 5):
-        world = traced(rank, 6).on(mesh)
-        assert {name: world.axis(name).rank for name, _ in mesh.axes} == mesh.coordinate(rank)
-    one, two = (traced(0, 4).on(Mesh.parse("dp4")) for _ in range(2))
-    all_reduce(torch.zeros(8), one.axis("dp"))
-    assert one.ledger.sent_bytes() == 48 and two.ledger.sent_bytes() == 0
-    assert one.everyone.ledger is one.ledger
 
 
 def grouped(world: World) -> list[list[float]]:
