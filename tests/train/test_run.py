@@ -13,14 +13,12 @@ import pytest
 
 from shardwise.checkpoint.folder import all_in
 from shardwise.comm.start.worker import NOTHING, SIGNALS, StopSignal
-from shardwise.comm.world import World, alone
+from shardwise.comm.world import alone
 from shardwise.core.errors import InputError, RankError, RunError
-from shardwise.core.tally import Key
 from shardwise.train import config, loop, run_folder
 from shardwise.train.metrics import Record, read
 from shardwise.train.prepare import RunStart, hold_folder, prepare
-from shardwise.train.run import any_rank
-from tests.pool import run_gloo, run_threads
+from tests.pool import run_gloo
 from tests.train import runs
 
 RESUME = RunStart(resume=True)
@@ -284,18 +282,6 @@ def test_inputs_that_do_not_fit_are_refused_before_memory_is_allocated(
 
 
 # --- signals ------------------------------------------------------------------------------------
-
-
-def agreed(world: World, wishing: list[int]) -> tuple[bool, dict[Key, int]]:
-    found = any_rank(world.rank in wishing, world)
-    return found, {key: tally.sent_bytes for key, tally in world.ledger.lines.items()}
-
-
-def test_one_rank_is_enough() -> None:
-    """All four ranks know of the one that was asked, by an all-reduce of four bytes."""
-    sent = {Key("world", "all_reduce", "check"): 2 * 4 * 3 // 4}
-    assert run_threads(4, agreed, [2]) == [(True, sent)] * 4
-    assert run_threads(4, agreed, []) == [(False, sent)] * 4
 
 
 @pytest.mark.parametrize("number", SIGNALS)
