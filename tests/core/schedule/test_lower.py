@@ -8,11 +8,7 @@ from shardwise.core.schedule.clock import ActionCosts, clock, simulate
 from shardwise.core.schedule.draw import as_text, figure
 from shardwise.core.schedule.library import LIBRARY, build
 from shardwise.core.schedule.lower import lower
-from shardwise.core.schedule.schedule import (
-    Schedule,
-    Token,
-    Transfer,
-)
+from shardwise.core.schedule.schedule import Schedule, Token, Transfer
 from shardwise.techniques.pipeline.runtime import acks
 from tests.core.schedule.schedules import sizes, write
 
