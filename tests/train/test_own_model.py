@@ -101,18 +101,6 @@ def test_its_own_loss_and_no_logits(tmp_path: Path) -> None:
     assert f"{wanted[-1]:.4f}" in (given.folder / "report.md").read_text()
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("command", ["predict", "verify", "train"])
-def test_the_commands_take_it(command: str, tmp_path: Path, capsys: runs.Capture):
-    """With --config, and `train --dry-run`."""
-    file = tmp_path / "run.toml"
-    file.write_text(config.dump(own(tmp_path, plan="dp2 zero3 fp64")))
-    given = {"train": [str(file), "--dry-run"]}.get(command, ["--config", str(file), "--json"])
-    out = printed(capsys, command, *given)
-    assert "dp2 zero3 fp64" in out
-    assert command == "train" or json.loads(out)
-
-
 # --- models of transformers ---------------------------------------------------------------------
 
 
