@@ -21,13 +21,11 @@ from shardwise.core.errors import InputError
 from shardwise.core.layouts.layout import P, Placement, R, S
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan.plan import Plan
-from shardwise.core.schedule.clock import clock
 from shardwise.core.schedule.library import build
 from shardwise.core.schedule.lower import lower
 from shardwise.core.zero import Row
 from shardwise.models import gpt, moe
 from shardwise.models.registry import find
-from tests.core.schedule.schedules import read
 from tests.engine.cases import CONFIG, ranks_of, regression, small_gpt, vectors
 from tests.engine.pipelines import deep
 from tests.engine.tensors import made
@@ -93,13 +91,6 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
         (lambda: Row(R, S(1), S(0)), "sharded on dim 1"),
     ],
     "schedules": [
-        (lambda: clock(read("rank 0 B0 F0")), "deadlocks"),
-        (
-            lambda: clock(
-                read("rank 0 F0.0 SEND:act0.0>1 F0.1 SEND:act0.1>1\nrank 1 RECV:act0.1<0 F1.1")
-            ),
-            r"rank 1 waits to do F1.1 for act0.1 of F0.1 on rank 0",
-        ),
         (lambda: lower(build("pipedream:4", 2), gather=True), "update at the end"),
         (
             lambda: engine_of("pp2 1f1b:4", sw.FSDP(nn.Linear(2, 2), world=alone())),
