@@ -1,8 +1,9 @@
 """Ranks forked from one process that has imported torch, for tests in the process of pytest.
 
-To import torch takes a rank 3 s of processor time. A forked rank finds the environment, the
-directory and the streams of the test. Ranks have interpreters of their own in tests that start a
-program by `subprocess`, or that take the fixture `interpreters`.
+To import torch takes a rank 3 s of processor time, and what it trains and draws with 2 s more. A
+forked rank finds the environment, the directory and the streams of the test. Ranks have
+interpreters of their own in tests that start a program by `subprocess`, or that take the fixture
+`interpreters`.
 """
 
 import gc
@@ -25,7 +26,8 @@ IMPORTED = (
     *(["tests.mutated"] if JUDGED & set(os.environ) else []),
     *("torch._dynamo", "shardwise.verify.command", "shardwise.train.prepare"),
     *("shardwise.train.loop", "tests.pool", "tests.forks", "tests.programs"),
-    "torch.distributed.run",
+    *("torch.distributed.run", "matplotlib.backends.backend_svg"),
+    *(f"transformers.models.{name}" for name in ("auto.modeling_auto", "llama.modeling_llama")),
 )
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(list(IMPORTED))

@@ -31,6 +31,8 @@ SHORT = {"train.warmup": 4}
 SMALL = {"model.layers": 2, "model.width": 32, "model.hidden": 48, "model.sequence": 32}
 #: What is proved and measured where a command names no model.
 MODEL = f"{ROOT}/tests/verify/small.py:build"
+#: Programs that take a number of steps, and train for few here.
+STEPPED = ("examples/hf.py",)
 #: The plan of a command that a page shows to fail.
 WRONG = "dp2 zero4"
 
@@ -94,6 +96,8 @@ def here(argv: list[str]) -> list[str]:
     found = shlex.split(line)
     if "--model" not in found and (found[0] == "verify" or "--measure" in found):
         found += ["--model", MODEL]
+    if {*STEPPED} & {*found} and "--steps" not in found:
+        found += ["--steps", "3"]
     if "train" not in found or "--dry-run" in found:
         return found
     if any("/mnt/nvme" in word or "billion" in word for word in found):
@@ -129,6 +133,7 @@ def test_the_commands_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pyte
     """Each as it stands; files that the page shows are written before what follows them."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr("shardwise.cli.verify.STEPS", 1)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "docs/figures").mkdir(parents=True)
     BEFORE.get(page, lambda _: None)(tmp_path)

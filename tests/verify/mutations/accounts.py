@@ -178,7 +178,7 @@ ROWS |= {
     "moments forgotten in a load [dp2 zero2]": forgotten(lambda value: value.dim() > 0),
     "step counts forgotten in a load [dp2 zero1]": forgotten(lambda value: value.dim() == 0),
     "copies not refreshed after a load [dp2 zero1]": drop(state, "refresh"),
-    "a snapshot of views [dp1] late writer": instead(pending, "snapshot", lambda *_: []),
+    "a snapshot of views [dp1] tests": instead(pending, "snapshot", lambda *_: []),
     # --- within a step ----------------------------------------------------------------------------
     "a second copy of what is gathered [dp2 zero3 of gpt] moments": second_copy(1),
     "a second copy in backward [dp2 zero3 of gpt] moments": second_copy(2),

@@ -127,7 +127,7 @@ ROWS |= {
         FlatGradient, "_arrived", lambda g, *_: setattr(g, "valid", [False] * len(g.valid))
     ),
     "gradients that are not finite used [dp2 zero1]": drop(Guard, "see"),
-    "gradients of a rerun kept [dp2 zero2] rerun": beside(Rerun, "_collected", counts=True),
+    "gradients of a rerun kept [dp2 zero2] tests": beside(Rerun, "_collected", counts=True),
     # --- tokens -----------------------------------------------------------------------------------
     "ranks weigh the same [dp2 zero1]": counting(lambda count, _: min(1, count)),
     "a token too many on a rank [dp2 zero2]": counting(lambda n, engine: n + engine.data_rank % 2),
@@ -304,7 +304,7 @@ def buffers_in_16_bits(real, model: Any, *args: Any, **how: Any) -> None:
         b.data = b.data.bfloat16().to(b.dtype)
 
 
-@ROWS.around("dp2 zero1 bf16", ShardedOptimizer, "follow", "assigned weights")
+@ROWS.around("dp2 zero1 bf16", ShardedOptimizer, "follow", "tests")
 def masters_not_assigned(_, __: ShardedOptimizer, flats: Any) -> None:
     for flat in flats:
         flat.take_assigned()

@@ -30,8 +30,8 @@ ROW = re.compile(r"(.+) \[(.+?)(?: of (\w+))?\](?: (.+))?")
 
 @dataclass(frozen=True)
 class Mutation:
-    """A sabotage. `refused_by` is one of parity, bytes, memory, coverage and error. Others are
-    facts of the engine that a proof does not state, but the tests (facts.py).
+    """A sabotage. `refused_by` is one of parity, bytes, memory, coverage and error. What a proof
+    does not state is a fact of the engine (facts.py), or `tests`, which `make mutants` judges.
     """
 
     name: str

@@ -206,12 +206,12 @@ ROWS |= {
         Flat, "renew", lambda flat: flat.point_at(flat.full)
     ),
     # the stages whose blocks the plan counts are balanced
-    "counted blocks ignored [pp2 gpipe:2 stages:3,1 of deep] blocks of stages": instead(
+    "counted blocks ignored [pp2 gpipe:2 stages:3,1 of deep] tests": instead(
         parallelize,
         "stage_module",
         SimpleNamespace(**{**vars(stage_module), "stage_starts": balanced}),
     ),
-    "stages in reverse [pp2 gpipe:2 stages:3,1 of deep] blocks of stages": arguments(
+    "stages in reverse [pp2 gpipe:2 stages:3,1 of deep] tests": arguments(
         stage_module,
         "stage_starts",
         lambda model, plan, *of: (model, replace(plan, stages=plan.stages[::-1]), *of),

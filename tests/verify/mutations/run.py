@@ -119,7 +119,7 @@ ROWS |= {
     "the last of several parts lost [dp2 zero1 offload:optim]": result(
         Updates, "_parts", lambda found, *_: (x := [*found])[: max(1, len(x) - 1)]
     ),
-    "evaluated before the update [dp2 offload:optim-delayed=0] late evaluation": beside(
+    "evaluated before the update [dp2 offload:optim-delayed=0] tests": beside(
         Engine, "_made", flush=nothing
     ),
     # --- chunks of a disk -------------------------------------------------------------------------
