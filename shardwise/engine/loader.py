@@ -37,8 +37,9 @@ class Loader:
     drop_last  leave out the rows at the end that fill no batch
     options    of torch.utils.data.DataLoader
 
-    `state_dict()` is the place in the epoch, for `extra=` of sw.save; a loop that is left and begun
-    again goes on from there. Raises InputError for arguments that give no batch.
+    `state_dict()` is the place in the epoch, for `extra=` of sw.save; the first loop after
+    `load_state_dict` begins there, and any other at the beginning of the epoch. Raises InputError
+    for arguments that give no batch.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Loader:
         self.dataset, self.batch = dataset, batch
         self.place, self.ranks = engine.data_rank, engine.data_ranks
         self.shuffle, self.drop_last = shuffle, drop_last
-        self.seed, self.epoch, self.done = seed, 0, 0
+        self.seed, self.epoch, self.done, self.loaded = seed, 0, 0, 0
         # takes a batch_sampler, and refuses batch_size, shuffle and sampler, which stand here
         self.loader: Any = partial(DataLoader, dataset, 1, None, None, **options)
         try:
@@ -90,15 +91,16 @@ class Loader:
         return rows // self.batch if self.drop_last else -(-rows // self.batch)
 
     def __iter__(self) -> Iterator[Any]:
+        done, self.loaded = self.loaded, 0
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         count = len(self.dataset)
         order = torch.randperm(count, generator=generator, dtype=torch.int64, device="cpu")
         rows = order if self.shuffle else order.sort().values
-        every = rows.split(self.batch)[self.done : len(self)]
+        every = rows.split(self.batch)[done : len(self)]
         own = [part.tensor_split(self.ranks)[self.place].tolist() for part in every]
         # where a batch has no row for this rank, another row without its values
-        for part, made in zip(own, self.loader([part or [0] for part in own]), strict=True):
-            self.done += 1
+        made_all = self.loader([part or [0] for part in own])
+        for self.done, (part, made) in enumerate(zip(own, made_all, strict=True), done + 1):
             yield made if part else tree_map_only(Tensor, lambda x: x[:0], made)
         self.epoch, self.done = self.epoch + 1, 0
 
@@ -119,3 +121,4 @@ class Loader:
                 "sw.Loader(dataset, engine, batch) with those of the run that saved the state",
             )
         self.epoch, self.done, self.seed = state["epoch"], state["done"], state["seed"]
+        self.loaded = self.done

@@ -89,6 +89,19 @@ def test_a_first_gradient_beside_momenta(words: str):
     equals_one(run_threads, task, case)
 
 
+def test_a_gradient_is_missing_after_others_had_one():
+    """Parameters that were updated as one tensor are updated apart, with the states they had."""
+
+    def build() -> nn.Module:
+        model = settled(Gated())
+        del model.never
+        return model
+
+    kind, options = OPTIMIZERS["RMSprop"]
+    case = Case("dp2 fp64", units=2**20, kind=kind, options=options)
+    equals_one(run_threads, rows_task(build, gated), case)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.ASGD])
 def test_optimizers_over_pieces_of_all_dimensions(kind: Any):
     """The engine's own: states take the shapes of pieces, some of them empty or without dims."""

@@ -29,6 +29,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda n: 0.9**n),
     "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.1),
     "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.7),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, total_iters=2),
     "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
     "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.1, 2, cycle_momentum=True),
@@ -171,9 +172,9 @@ def resumed(world: World, folder: str, name: str) -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["OneCycleLR", "CosineAnnealingLR"])
+@pytest.mark.parametrize("name", ["OneCycleLR", "CosineAnnealingLR", "ConstantLR"])
 def test_a_schedule_goes_on_after_a_load(tmp_path, name: str):
-    """`sw.save` keeps the rates that a scheduler has set, `sw.load` sets them again."""
+    """`sw.load` sets the rates of the save again, over those of a scheduler made in between."""
     wanted = [used for _, used in plain(name)]
     for found in run_gloo(2, resumed, str(tmp_path), name):
         assert found == wanted

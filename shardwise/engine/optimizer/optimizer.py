@@ -366,11 +366,12 @@ class ShardedOptimizer(Optimizer, ABC):
     def load_changed(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Restore the values that `changed` returned, unless this spec has another first value.
 
-        So a schedule continues, and a specification with another rate begins with that rate.
+        So a schedule continues, and a specification with another rate begins with that rate.  Other
+        options are the specification's, also where a scheduler that was made since has set them.
         """
         for group, first in zip(self.param_groups, self.spec_options, strict=True):
             pairs = saved.get(group["name"], {}).items()
-            groups.put(group, {k: now for k, (was, now) in pairs if first.get(k) == was})
+            groups.put(group, first | {k: now for k, (was, now) in pairs if first.get(k) == was})
 
     def compared(self) -> tuple[dict[str, Any], bool]:
         """The options of the groups, which must be equal on all ranks.

@@ -158,8 +158,10 @@ class Runs:
         for run in self._cut():
             states = [given.get(self.flat.params[i], {}) for i in run.indices]
             joined = None if run.is_mixed(used) else run.joined(states, self.blocks)
-            pairs = [(split[i], state) for i, state in zip(run.indices, states, strict=True)]
-            for each, state in pairs if joined is None else [(run, joined)]:
+            alone = [split[i] for i in run.indices]
+            pairs = zip(alone, [[state] for state in states], strict=True)
+            for each, own in pairs if joined is None else [(run, states)]:
+                state = joined or each.joined(own, self.blocks)
                 self.every.append(each)
                 if state:
                     self.state[each.param] = state
