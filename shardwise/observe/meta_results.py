@@ -9,6 +9,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from shardwise.observe.work import call_tensors
+
 #: Arguments that are compared by value; of `bool` and `int` by type too.
 _PLAIN: Final = (
     *(type(None), bool, int, float, str),
@@ -29,7 +31,7 @@ class MetaResults:
             return func(*args, **kwargs)
         if key not in self.known:
             out = func(*args, **kwargs)
-            inputs = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
+            inputs = {x.untyped_storage()._cdata for x in call_tensors((args, kwargs))}
             self.known[key] = _shape(out, inputs)
             return out
         return _made(self.known[key])
@@ -66,16 +68,6 @@ def _key(value: Any) -> Any:
     if isinstance(value, _PLAIN):
         return type(value), value
     raise TypeError
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    inside = value.values() if isinstance(value, dict) else value
-    return [x for each in inside for x in _tensors(each)] if isinstance(value, _TREES) else []
-
-
-_TREES: Final = (tuple, list, dict)
 
 
 def _shape(out: Any, inputs: set[int]) -> Any:
