@@ -281,7 +281,13 @@ if __name__ == "__main__":
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("source", "number"), [(SPAWN, signal.SIGINT), (START, signal.SIGKILL)], ids=["spawn", "launch"]
+    ("source", "number"),
+    [
+        (SPAWN, signal.SIGINT),
+        (START, signal.SIGKILL),
+        (SPAWN.replace(",))", ",), fork=True)"), signal.SIGKILL),
+    ],
+    ids=["spawn", "launch", "fork"],
 )
 def test_ranks_end_with_their_launcher(source: str, number: int, tmp_path: Path):
     """It is interrupted, and raises KeyboardInterrupt; or killed, and its ranks leave alone."""

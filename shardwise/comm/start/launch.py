@@ -18,6 +18,7 @@ from dataclasses import replace
 from math import inf
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import register_after_fork
 from typing import Any
 
 import torch
@@ -190,6 +191,7 @@ class Rank:
         self.outcome: bytes | Failure | None = None
         self.file = tempfile.TemporaryFile()  # noqa: SIM115  closed by Ranks.run
         self.pipe, theirs = multiprocessing.Pipe()
+        register_after_fork(self.pipe, Connection.close)  # else no rank sees the launcher's end
         errors = Connection(os.dup(self.file.fileno()))
         with theirs, errors, warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*use of fork.. may lead to deadlocks")
