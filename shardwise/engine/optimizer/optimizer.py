@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
+from threading import Event
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +74,8 @@ class ShardedOptimizer(Optimizer, ABC):
         self.shown = defaultdict[Tensor, State](dict)  # what a program reads and writes: `state`
         self.versions: dict[Tensor, int] = {}  # of the states as they were shown
         self.shows = False  # whether all of them are shown
+        self.made = Event()  # the last update beside a step has ended
+        self.made.set()
         self.owners = Owners(spec.is_whole, flats)
         targets = self.owners.targets.items()
         self.runs = [
@@ -137,6 +140,7 @@ class ShardedOptimizer(Optimizer, ABC):
         The next update follows what a program writes.
         """
         if not self.shows:
+            self.made.wait()
             states = {p: s for p, s in self.states().items() if p not in self.shown}
             self.shown |= states
             self.versions |= {p: version(state) for p, state in states.items()}
@@ -213,7 +217,17 @@ class ShardedOptimizer(Optimizer, ABC):
             each.clear()
             each.swap()
         own = [dict(group) for group in self.param_groups] if later else self.param_groups
-        return partial(self._update, now, factor, own)
+        update = partial(self._update, now, factor, own)
+        if not later:
+            return update
+        self.made = Event()
+        return partial(self._beside, update, self.made)
+
+    def _beside(self, update: Callable[[], None], made: Event) -> None:
+        try:
+            update()
+        finally:
+            made.set()
 
     def scales_in_place(self, flat: Flat) -> bool:
         """Whether an update multiplies the gradient itself, not a copy in 32 bits or a buffer."""
