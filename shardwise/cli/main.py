@@ -354,6 +354,7 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "doctor": "shardwise doctor --nproc 2",
     "table": "shardwise table gpt --tp 2",
     "train": "shardwise train examples/quickstart.toml",
+    "run": "shardwise run --nproc 2 script.py",
     "verify": 'shardwise verify "dp2 zero3"',
     "predict": 'shardwise predict "dp64 zero3 bf16"',
     "plan": 'shardwise plan "dp2 zero3"',

@@ -113,14 +113,14 @@ def test_what_a_loss_does_with_cut_logits_is_predicted(loss: str):
     assert found.holds or loss == "fp32"
 
 
-def doubled(update: Any, engine: Engine, name: str) -> Any:
+def doubled(begin: Any, engine: Engine, name: str) -> Any:
     """The update by a gradient that is doubled in every step but the first."""
 
-    def updated(flats: Any, factor: float = 1.0) -> None:
+    def updated(flats: Any, *args: Any, **how: Any) -> Any:
         for flat in (flat for flat in flats if name in flat.names):
             piece = flat.views.part(flat.names.index(name), flat.grads.gshard)
             piece.mul_(2 if engine.steps else 1)
-        update(flats, factor)
+        return begin(flats, *args, **how)
 
     return updated
 
@@ -132,7 +132,7 @@ def test_a_broken_gradient_is_named_with_its_rank(monkeypatch: pytest.MonkeyPatc
     def broken(trainable: Trainable, plan: Plan, world: World, *args: Any) -> Engine:
         engine = real(trainable, plan, world, *args)
         if world.rank == 1:
-            engine.optimizer.update = doubled(engine.optimizer.update, engine, name)
+            engine.optimizer.begin = doubled(engine.optimizer.begin, engine, name)
         return engine
 
     monkeypatch.setattr(parity, "engine_of", broken)
