@@ -153,7 +153,7 @@ def test_states_are_read_after_the_update_beside_the_step(monkeypatch: pytest.Mo
     engine = sw.parallelize(model, plan, alone(), optimizer=sw.AdamW(lr=0.1), loss=squares)
     for step in range(3):
         engine.step(rows(step, 0))
-        assert engine.optimizer.state[model.weight]["step"].item() == step + 1
+        assert engine.optimizer.state[model.get_parameter("weight")]["step"].item() == step + 1
 
 
 def test_lion_is_the_papers():
