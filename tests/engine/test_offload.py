@@ -15,13 +15,14 @@ import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.engine import Engine
+from shardwise.engine.optimizer.updating import MemoryOptimizer
 from shardwise.observe.meter import Meter
 from shardwise.techniques.data import apply as shard
 from shardwise.techniques.data.apply import flats_of
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.verify.oracles.oracle import Oracle
 from shardwise.verify.oracles.oracles import oracles_of
-from tests.engine.cases import Case, Task, build, difference, oracle, ranks_of
+from tests.engine.cases import Case, Task, build, difference, oracle, ranks_of, settled, squares
 from tests.engine.loops import rows
 from tests.engine.tensors import Held, assert_parity, full_parameters, mine
 from tests.engine.test_wrapped import data_of
@@ -223,3 +224,14 @@ def test_an_overflow_of_a_delayed_step_is_skipped():
     """The update of an overflowing step is never made, neither then nor one step later."""
     for found in run_threads(2, late_overflow):
         assert found == [(False, True), (False, True), (True, False), (False, True)]
+
+
+def test_states_are_read_after_the_update_beside_the_step(monkeypatch: pytest.MonkeyPatch):
+    """A delayed update still runs when the program reads its states, which are those after it."""
+    real = MemoryOptimizer._update
+    monkeypatch.setattr(MemoryOptimizer, "_update", lambda *of: (time.sleep(0.05), real(*of)))
+    plan, model = "offload:optim-delayed=0 fp64", settled(nn.Linear(6, 6))
+    engine = sw.parallelize(model, plan, alone(), optimizer=sw.AdamW(lr=0.1), loss=squares)
+    for step in range(3):
+        engine.step(rows(step, 0))
+        assert engine.optimizer.state[model.get_parameter("weight")]["step"].item() == step + 1

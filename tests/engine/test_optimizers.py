@@ -1,6 +1,5 @@
 """Optimizers: every class on pieces of any dims and on every tier; those of whole tensors."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from shardwise.comm.world import World, alone, traced
 from shardwise.core.errors import InputError, RankError
 from shardwise.core.tally import Key
 from shardwise.engine.optimizer.elementwise import ELEMENTWISE, Lion
-from shardwise.engine.optimizer.updating import MemoryOptimizer
 from shardwise.models import gpt
 from tests.engine.cases import (
     Case,
@@ -143,17 +141,6 @@ def test_what_a_program_changes_in_the_optimizer_holds_in_the_next_step(how: str
     """Also states of several parameters that were updated as one, and a momentum that begins."""
     ours, (expected,) = run_threads(2, reset, how)[0], run_threads(1, reset, how)
     assert all(difference(ours[name], expected[name]) < 1e-12 for name in expected)
-
-
-def test_states_are_read_after_the_update_beside_the_step(monkeypatch: pytest.MonkeyPatch):
-    """A delayed update still runs when the program reads its states, which are those after it."""
-    real = MemoryOptimizer._update
-    monkeypatch.setattr(MemoryOptimizer, "_update", lambda *of: (time.sleep(0.05), real(*of)))
-    plan, model = "offload:optim-delayed=0 fp64", settled(nn.Linear(6, 6))
-    engine = sw.parallelize(model, plan, alone(), optimizer=sw.AdamW(lr=0.1), loss=squares)
-    for step in range(3):
-        engine.step(rows(step, 0))
-        assert engine.optimizer.state[model.get_parameter("weight")]["step"].item() == step + 1
 
 
 def test_lion_is_the_papers():
