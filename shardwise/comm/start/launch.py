@@ -191,7 +191,7 @@ class Rank:
         self.outcome: bytes | Failure | None = None
         self.file = tempfile.TemporaryFile()  # noqa: SIM115  closed by Ranks.run
         self.pipe, theirs = multiprocessing.Pipe()
-        register_after_fork(self.pipe, Connection.close)  # else no rank sees the launcher's end
+        register_after_fork(self.pipe, Connection.close)  # a rank's own copy would stay open
         errors = Connection(os.dup(self.file.fileno()))
         with theirs, errors, warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*use of fork.. may lead to deadlocks")

@@ -219,7 +219,7 @@ class StandIn(nn.Module):
             )
         return (super().__call__ if any(hooks_of(self)) else self.forward)(*args, **kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Pass the call to the player; outside of a stage, call the layer (in a recomputation)."""
         of: Of = vars(self)["_of"]
         if of.player is not None:
