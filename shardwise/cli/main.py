@@ -68,7 +68,7 @@ def run_app(app: typer.Typer, given: Sequence[str], program: str) -> None:
     try:
         code = app(with_resume_value(given), standalone_mode=False, prog_name=program)
     except UsageError as error:
-        print(answer(error, program, given), file=sys.stderr)
+        print(answer(error, program), file=sys.stderr)
         code = 2
     except typer.Abort:
         code = 130
@@ -368,19 +368,19 @@ EXAMPLES: Final[Mapping[str, str]] = {
 }
 
 
-def answer(error: Any, program: str, given: Sequence[str]) -> str:
+def answer(error: Any, program: str) -> str:
     """What is wrong in the command line, and a line that works. For an empty command line, the
     help, unless the library has shown it.
     """
     message = " ".join(str(error.format_message()).split())
     if type(error).__name__ == "NoArgsIsHelpError":
         return str(error.format_message())
-    named = [EXAMPLES[word] for word in given if word in EXAMPLES]
+    context = error.ctx.command_path if error.ctx is not None else program
+    named = [EXAMPLES[word] for word in context.split() if word in EXAMPLES]
     if unknown := re.match(r"No such command '(.*?)'", message):
         near = suggest(unknown[1], EXAMPLES)
         message, named = unknown[0], [EXAMPLES[near]] * (near is not None)
     example = EXAMPLES.get(program) or [EXAMPLES["train"], *named][-1]
-    context = error.ctx.command_path if error.ctx is not None else program
     return f"{message.rstrip('.?')}. Write instead: {example}. {context} --help lists all options."
 
 
