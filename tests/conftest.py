@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from zlib import crc32
 
 import pytest
 from hypothesis import settings
@@ -95,11 +94,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 case.user_properties.append(("core", True))  # for tests/durations.py
             elif case not in first:
                 case.add_marker("combination")
-    k, n = _part(config)
-    other = [i for i in items if not _is(i, "core") and crc32(i.nodeid.encode()) % n != k]
-    config.hook.pytest_deselected(items=other)
-    left = set(other)
+    left = _other_parts(items, *_part(config))
+    config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = [item for item in items if item not in left]
+
+
+def _other_parts(items: Sequence[pytest.Item], k: int, n: int) -> set[pytest.Item]:
+    """What is not core and not of part k. The tests of a case of a file, as those of one plan, are
+    of one part, for they share a run.
+    """
+    parts = dict[str, int]()
+    other = set[pytest.Item]()
+    for item in (item for item in items if not _is(item, "core")):
+        name, _, case = item.nodeid.partition("[")
+        shared = f"{item.path}[{case}" if case else name
+        if parts.setdefault(shared, len(parts)) % n != k:
+            other.add(item)
+    return other
 
 
 def _is(case: pytest.Item, mark: str) -> bool:
