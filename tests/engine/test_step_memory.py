@@ -1,12 +1,10 @@
 """The memory of a step at each of its events, what is kept after it, and what is found of it."""
 
-import threading
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,15 +14,13 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.comm.tiers.tiers import begin_copy
 from shardwise.comm.world import World, alone, traced
-from shardwise.core.tools.hook import collect
 from shardwise.core.zero import PREDICTED, Event
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import Predictor
 from shardwise.models import gpt
 from shardwise.models.trainable import fill
 from shardwise.observe.measured_timeline import measuring, predict_events
-from shardwise.observe.meter import Live, Meter, Stray
-from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.observe.meter import Meter
 from tests.engine.cases import (
     Case,
     Task,
@@ -231,64 +227,6 @@ def test_another_shape_gets_another_arena():
 
 
 # --- what is kept is found ------------------------------------------------------------------------
-
-KEPT: dict[int, list[Any]] = {}  # by thread
-
-
-def keep(value: Any) -> None:
-    """In a list that neither the engine nor the model knows of."""
-    KEPT.setdefault(threading.get_ident(), []).append(value)
-
-
-def as_attribute(flat: Any) -> None:
-    flat.copied = flat.shard.clone()
-
-
-def in_a_list(flat: Any) -> None:
-    keep(flat.shard.clone())
-
-
-def in_a_graph(flat: Any) -> None:
-    keep((flat.shard.detach().requires_grad_() * 2).square().sum().grad_fn)
-
-
-def nowhere(flat: Any) -> None:
-    """Nothing is kept."""
-
-
-def strays(world: World, plan: str) -> list[Stray]:
-    """What is alive after a step and in no category."""
-    live, model, loss = Live(), small_gpt(), gpt.loss
-    with live.of(model):
-        engine = sw.parallelize(model, plan, world, loss=loss, tokens=gpt.tokens, units="blocks.*")
-    del model
-    batch = mine(engine, text(0))
-    with live:
-        engine.step(batch)
-    engine.wait()
-    world.barrier()  # ranks in threads read each other's tensors until here
-    collect()
-    return live.unaccounted(engine)
-
-
-@pytest.mark.cases(4)
-@pytest.mark.parametrize("how", [nowhere, as_attribute, in_a_list, in_a_graph])
-@pytest.mark.parametrize("plan", ["dp2 zero3 fp32", "dp2 fp32"])
-def test_a_clone_of_each_unit_is_found(plan: str, how: Callable[[Any], None]):
-    """However it is kept: as many bytes as this rank's shards have, on each rank."""
-    made, shards = Flat.__init__, dict[int, int]()
-
-    def init(self: Flat, *args: Any, **options: Any) -> None:
-        made(self, *args, **options)
-        how(self)
-        me = threading.get_ident()
-        shards[me] = shards.get(me, 0) + self.shard.nbytes * (how is not nowhere)
-
-    with patch.object(Flat, "__init__", init):
-        found = run_threads(2, strays, plan)
-    KEPT.clear()
-    for after, sharded in zip(found, shards.values(), strict=True):
-        assert sum(stray.stored_bytes for stray in after) == sharded
 
 
 def engine_alone() -> sw.Engine:
