@@ -13,18 +13,15 @@ from torch.distributed.fsdp import CPUOffload
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
-from shardwise.core.plan.plan import Plan
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer.updating import MemoryOptimizer
 from shardwise.observe.meter import Meter
 from shardwise.techniques.data import apply as shard
 from shardwise.techniques.data.apply import flats_of
 from shardwise.techniques.data.flat.flat_parameter import Flat
-from shardwise.verify.oracles.oracle import Oracle
-from shardwise.verify.oracles.oracles import oracles_of
-from tests.engine.cases import Case, Task, build, difference, oracle, ranks_of, settled, squares
+from tests.engine.cases import Case, Task, build, oracle, ranks_of, settled, squares
 from tests.engine.loops import rows
-from tests.engine.tensors import Held, assert_parity, full_parameters, mine
+from tests.engine.tensors import Held, assert_parity, mine
 from tests.engine.test_wrapped import data_of
 from tests.engine.zoo import make
 from tests.pool import run_threads
@@ -173,37 +170,6 @@ def test_fsdp_in_a_plain_loop(asked: Any):
 
 
 # --- updates that are one step late ---------------------------------------------------------------
-
-STEPS, SAVED, EVALUATED = 6, 3, 5
-
-
-def trained(world: World, case: Case) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights of a run that saves before a step, and evaluates before another."""
-    engine, losses = build(world, TASK, case), []
-    for step in range(STEPS):
-        if step == SAVED:
-            engine.boxes()
-        if step == EVALUATED:
-            engine.evaluate(mine(engine, TASK.batch(step)))
-        losses.append(step_of(engine, step).loss)
-    engine.flush()
-    return losses, full_parameters(engine.flats)
-
-
-def test_a_checkpoint_and_an_evaluation_apply_the_update_that_waits():
-    """A run with both in the middle is a simulation that uses the waiting gradient there."""
-    case = Case("dp2 zero2 fp64 offload:optim-delayed=1")
-    recipe, plan = sw.Optim(case.kind, **case.options), Plan.parse(case.plan)
-    one, expected = oracles_of(TASK.make, plan, recipe, TASK.loss, TASK.tokens).exact, []
-    assert isinstance(one, Oracle)
-    for step in range(STEPS):
-        if step in (SAVED, EVALUATED):
-            one.finish()
-        expected.append(one.step(TASK.batch(step)))
-    for losses, weights in run_threads(2, trained, case):
-        assert losses == pytest.approx(expected, rel=1e-10)
-        for name, weight in one.weights.values().items():
-            assert difference(weights[name], weight) <= 1e-10, name
 
 
 def late_overflow(world: World) -> list[tuple[bool, bool]]:
