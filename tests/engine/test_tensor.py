@@ -82,19 +82,6 @@ def test_parameters_of_several_dtypes():
     assert {p.values.dtype for p in ranks[0].weights} == {torch.float32, torch.float64}
 
 
-def agreed(world: World) -> list[float]:
-    """A buffer of a model that every rank made otherwise, once it is laid out."""
-    model = KINDS["biases, norm and residual inside"].model()
-    model.register_buffer("table", torch.full((3,), 1.0 + world.rank))
-    sw.parallelize(model, "tp2 fp64", world, loss=regression)
-    return model.get_buffer("table").tolist()
-
-
-def test_the_first_ranks_buffers_are_everyones():
-    """Its weights too, as the table of plans proves."""
-    assert run_threads(2, agreed) == [[1.0] * 3] * 2
-
-
 # --- sequences of several lengths under `sp`: pairs, encoder and decoder --------------------------
 
 WORDS, WIDTH, HEADS = 11, 8, 2
