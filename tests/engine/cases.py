@@ -18,7 +18,6 @@ from shardwise.core.plan.plan import Plan
 from shardwise.engine.batch import rows
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
-from shardwise.engine.predict import Predictor
 from shardwise.models import gpt
 from shardwise.models.trainable import fill
 from shardwise.observe.work import Kernels
@@ -149,11 +148,6 @@ def build(world: World, task: Task, case: Case) -> Engine:
         prefetch=case.prefetch,
         offload_folder=tempfile.gettempdir(),
     )
-
-
-def predictor(rank: int, ranks: int, task: Task, case: Case, kernels: Kernels = "cpu") -> Predictor:
-    options = options_of(task, case, kernels)
-    return Predictor(task.make(), case.plan, options, rank=rank, ranks=ranks)
 
 
 def options_of(task: Task, case: Case, kernels: Kernels = "cpu") -> EngineOptions:

@@ -1,6 +1,6 @@
 """Plain PyTorch loops, for a wrapped module and, the ranks' losses averaged, a plain one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -38,6 +38,10 @@ class Side:
             if again:
                 (loss * scale).backward()
 
+    def steps(self, count: int = 3, optim: torch.optim.Optimizer | None = None) -> Iterator[int]:
+        """So many steps of an optimizer, Adam if none is given."""
+        return steps(optim or adam(self.model), count)
+
     def clip(self, norm: float) -> None:
         clipped = sw.clip_grad_norm if self.wrapped else torch_clip
         self.seen.append(float(clipped(self.model, norm)))
@@ -65,14 +69,12 @@ def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.05, **options)
 
 
-def on_ranks(
-    world: World, how: str, loop: Loop, name: str
-) -> tuple[dict[str, Tensor], list[float]]:
-    """The loop on this rank's side: the whole weights at the end, and what it noted."""
-    model = wrap(how, make(name).double(), world)
-    side = Side(model, [world.rank], world.size, True)
-    loop(side)
-    return model.state_dict(), side.seen
+def steps(optim: torch.optim.Optimizer, count: int = 3) -> Iterator[int]:
+    """The numbers of so many steps; after each the weights are updated, and gradients dropped."""
+    for step in range(count):
+        yield step
+        optim.step()
+        optim.zero_grad()
 
 
 def alone(ranks: int, loop: Loop, name: str) -> tuple[dict[str, Tensor], list[float]]:
@@ -84,11 +86,8 @@ def alone(ranks: int, loop: Loop, name: str) -> tuple[dict[str, Tensor], list[fl
 
 def as_written(side: Side) -> None:
     """The loop of the first page."""
-    optim = adam(side.model)
-    for step in range(3):
+    for step in side.steps():
         side.backward(step)
-        optim.step()
-        optim.zero_grad()
 
 
 def zero_first(side: Side) -> None:
@@ -122,14 +121,11 @@ def accumulating(side: Side) -> None:
 
 def unsynced(side: Side) -> None:
     """Two backward passes under no_sync and one that reduces."""
-    optim = adam(side.model)
-    for step in range(3):
+    for step in side.steps():
         with sw.no_sync(side.model) if side.wrapped else nullcontext():
             side.backward(3 * step)
             side.backward(3 * step + 1)
         side.backward(3 * step + 2)
-        optim.step()
-        optim.zero_grad()
 
 
 def clipping(side: Side) -> None:
@@ -162,23 +158,17 @@ def groups(side: Side) -> None:
 
 def twice_backward(side: Side) -> None:
     """retain_graph and a second backward through the same graph."""
-    optim = adam(side.model)
-    for step in range(2):
+    for step in side.steps(2):
         side.backward(step, again=True)
-        optim.step()
-        optim.zero_grad()
 
 
 def replacing(side: Side) -> None:
     """Gradients replaced by the user's own tensors between two backward passes."""
-    optim = adam(side.model)
-    for step in range(3):
+    for step in side.steps():
         side.backward(2 * step)
         for p in side.model.parameters():
             p.grad = None if p.grad is None else p.grad * 0.25
         side.backward(2 * step + 1)
-        optim.step()
-        optim.zero_grad()
 
 
 def looking(side: Side) -> None:
@@ -198,14 +188,11 @@ def looking(side: Side) -> None:
 
 def gradient_norms(side: Side) -> None:
     """torch.autograd.grad in between, which accumulates nothing."""
-    optim = adam(side.model)
-    for step in range(2):
+    for step in side.steps(2):
         x = rows(step + 20, 0).requires_grad_()
         (gradient,) = torch.autograd.grad(side.model(x).square().sum(), x)
         side.seen.append(float(gradient.norm()))
         side.backward(step)
-        optim.step()
-        optim.zero_grad()
 
 
 LOOPS: dict[str, Loop] = {

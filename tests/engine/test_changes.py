@@ -15,7 +15,7 @@ from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.core.tools.structure import Structure
 from tests.engine.cases import Case, Task, difference, refusal, settled, squares, vectors
-from tests.engine.loops import rows, wrap
+from tests.engine.loops import rows, steps, wrap
 from tests.engine.pipelines import SGD
 from tests.engine.tensors import equals_one
 from tests.engine.test_programs import by_weight, coder, penalised
@@ -35,11 +35,9 @@ def engine_of(world: World, plan: str, loss: Any = by_weight, **options: Any) ->
 def scaled(world: World, how: str, act: Callable[[nn.Module], object]) -> None:
     module = wrap(how, make("stack").double(), world)
     optim = torch.optim.SGD(module.parameters(), lr=0.1)
-    for step in range(3):
+    for step in steps(optim):
         module(rows(step, world.rank)).square().sum().backward()
         act(module)
-        optim.step()
-        optim.zero_grad()
     module(rows(4, world.rank)).sum().backward()
 
 
@@ -288,11 +286,9 @@ CHANGES: dict[Change, str] = {
 
 def train(model: Any, shares: list[int], first: int) -> None:
     optim = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
-    for step in (first, first + 1):
-        optim.zero_grad()
+    for step in steps(optim, 2):
         for rank in shares:
-            (squares(model, rows(step, rank)) / len(shares)).backward()
-        optim.step()
+            (squares(model, rows(first + step, rank)) / len(shares)).backward()
 
 
 def assert_refused(acts: list[Callable[[], object]], said: str) -> None:

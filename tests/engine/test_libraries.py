@@ -326,11 +326,9 @@ def test_compiled_models_train_as_plain_ones(how: str, when: str, backend: str):
     """
     alone, x = model(), torch.cat([loops.rows(0, rank) for rank in range(2)])
     optim = torch.optim.SGD(alone.parameters(), lr=0.05)
-    for _ in range(2):
+    for _ in loops.steps(optim, 2):
         regression(alone, (x, x.cos())).backward()
         torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
-        optim.step()
-        optim.zero_grad()
     expected = alone.state_dict()
     state, (made, breaks) = run_gloo(1 + (how != "sw.DataParallel"), compiled, how, when, backend)[
         0

@@ -56,14 +56,10 @@ def trains(loss_of: LossOf, passes: int = 1, *, apart: bool = False) -> Loop:
     """
 
     def loop(side: Side) -> None:
-        optim = adam(side.model)
-        for step in range(3 * passes):
-            shares = [rows(step, rank) for rank in side.shares]
+        for batch in (passes * step + k for step in side.steps() for k in range(passes)):
+            shares = [rows(batch, rank) for rank in side.shares]
             for share in shares if apart else [torch.cat(shares)]:
                 (loss_of(side.model, share) / (len(shares) if apart else 1)).backward()
-            if step % passes == passes - 1:
-                optim.step()
-                optim.zero_grad()
 
     return loop
 
@@ -112,14 +108,11 @@ def watched(side: Side) -> None:
     assert {*model.parameters()} > {model.scale, model.leave.weight}
     groups = [{"params": [model.scale], "lr": 0.1}, {"params": model.leave.parameters()}]
     nn.init.constant_(model.leave.weight, 0.3)
-    optim = torch.optim.Adam(groups, lr=0.05)
-    for step in range(3):
+    for step in side.steps(optim=torch.optim.Adam(groups, lr=0.05)):
         side.backward(step)
         side.seen.append(float((model.leave.weight.norm() + model.scale.sum()).detach()))
         assert tuple(model.leave.weight.shape) == (6, 3)
         model(rows(9, 0))  # and drops the output
-        optim.step()
-        optim.zero_grad()
     side.seen.append(squares(side.model, rows(9, 0)).item())
 
 
@@ -150,23 +143,17 @@ def by_dims(side: Side) -> None:
         {"params": [p for p in named.values() if p.ndim == 1]},
         {"params": [p for p in named.values() if p.ndim == 0], "lr": 0.2},
     ]
-    optim = torch.optim.AdamW(groups, lr=0.05, weight_decay=0.0)
-    for step in range(3):
+    for step in side.steps(optim=torch.optim.AdamW(groups, lr=0.05, weight_decay=0.0)):
         side.backward(step)
         side.clip(0.3)
-        optim.step()
-        optim.zero_grad()
 
 
 def inferring(side: Side) -> None:
     """torch.inference_mode before each step, in both modes; the ranks have one batch."""
-    optim = adam(side.model)
-    for step in range(3):
+    for step in side.steps():
         with torch.inference_mode():
             side.seen.append(side.model.train(step != 1)(rows(step, 0)).sum().item())
         squares(side.model.train(), rows(step, 0)).backward()
-        optim.step()
-        optim.zero_grad()
 
 
 def trained_of(model: nn.Module) -> list[nn.Parameter]:
@@ -281,13 +268,10 @@ def giving(kind: str) -> nn.Module:
 
 
 def evaluated(side: Side) -> None:
-    optim = adam(side.model)
-    for step in range(3):
+    for step in side.steps():
         with torch.no_grad():
             side.seen.append(float(squares(side.model, rows(step, 0))))
         side.backward(step)
-        optim.step()
-        optim.zero_grad()
 
 
 # --- wrapped modules ------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from tests.engine.cases import (
     squares,
     text,
 )
-from tests.engine.loops import adam, rows
+from tests.engine.loops import adam, rows, steps
 from tests.engine.tensors import ADAMW, full_parameters, gpt_task, mine
 from tests.engine.test_unwrap import State, buffered, wrapped
 from tests.engine.zoo import Buffered, Gated, dims, gated
@@ -255,11 +255,9 @@ def losses_of(world: World, how: str, real: tuple[int, ...]) -> tuple[list[float
         p.decays = False  # type: ignore[attr-defined]
     model = wrapped(how, plain, world)
     optim, losses = adam(model), list[float]()
-    for step in range(3):
-        optim.zero_grad()
+    for step in steps(optim):
         loss = squares(model, rows(step, 0))
         loss.backward()
-        optim.step()
         losses.append(loss.item())
     return losses, all(hasattr(p, "decays") for p in model.parameters())
 

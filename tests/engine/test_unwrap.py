@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.comm.transport import Lease
 from shardwise.comm.world import World
 from tests.engine.cases import refusal, settled, squares
-from tests.engine.loops import rows, wrap
+from tests.engine.loops import rows, steps, wrap
 from tests.engine.test_wrapped import data_of
 from tests.engine.zoo import Buffered, make
 from tests.pool import run_gloo, run_threads
@@ -33,12 +33,10 @@ def wrapped(how: str, model: nn.Module, world: World) -> nn.Module:
     return sw.Pipe(model, 1, world=world) if how == "Pipe" else wrap(how, model, world)
 
 
-def train(model: nn.Module, rank: int, steps: range) -> None:
+def train(model: nn.Module, rank: int, first: int = 0, count: int = 2) -> None:
     optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in steps:
-        squares(model, rows(step, rank)).backward()
-        optim.step()
-        optim.zero_grad()
+    for step in steps(optim, count):
+        squares(model, rows(first + step, rank)).backward()
 
 
 def buffered() -> nn.Module:
@@ -64,7 +62,7 @@ def given_back(world: World, how: str) -> dict[str, Any]:
     model = make("stack").double()
     names = [(name, id(p), p.shape) for name, p in model.named_parameters()]
     wrap(how, model, world)
-    train(model, world.rank, range(2))
+    train(model, world.rank)
     whole = {name: value.clone() for name, value in model.state_dict().items()}
     model(rows(2, world.rank)).square().mean().backward()
     grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -82,8 +80,8 @@ def given_back(world: World, how: str) -> dict[str, Any]:
     }
     model.zero_grad()
     alone = copy.deepcopy(model)
-    train(alone, world.rank, range(2, 3))
-    train(model, world.rank, range(2, 3))
+    train(alone, world.rank, 2, 1)
+    train(model, world.rank, 2, 1)
     return facts | {"trains": same(model, alone)}
 
 
@@ -100,7 +98,7 @@ def pipe_given_back(world: World) -> dict[str, bool]:
     own = list(model.named_parameters())
     sw.Pipe(model, 1, world=world)
     held = {id(p) for p in model.parameters()}
-    train(model, 0, range(2))
+    train(model, 0)
     whole = sw.full_state_dict(model)
     assert sw.unwrap(model) is model
     found = model.state_dict()
@@ -113,7 +111,7 @@ def pipe_given_back(world: World) -> dict[str, bool]:
         "tied values": whole.get("leave.weight") is whole.get("enter.weight"),
         "plain": all(type(m).__module__ != places for m in model.modules()),
     }
-    train(pickle.loads(pickle.dumps(model)), 0, range(1))  # noqa: S301  our own
+    train(pickle.loads(pickle.dumps(model)), 0, 0, 1)  # noqa: S301  our own
     again = copy.deepcopy(model)
     out = sw.Pipe(again, 2, world=world).eval()(rows(5, 0))
     return facts | {"again": torch.allclose(out, model.eval()(rows(5, 0)), rtol=1e-12)}

@@ -21,7 +21,7 @@ from shardwise.techniques.data.unit_hooks import Data
 from shardwise.wrap.wrap import STRATEGIES
 from tests.engine import loops
 from tests.engine.cases import Case, Task, build, difference, share, squares, text
-from tests.engine.loops import adam, rows, wrap
+from tests.engine.loops import adam, rows, steps, wrap
 from tests.engine.zoo import dims, make
 from tests.pool import run_gloo, run_threads
 
@@ -265,12 +265,10 @@ def hooked(world: World, how: str, passes: int, early: bool) -> tuple[State, See
     if not early:
         hang(model, seen)
     optim = torch.optim.SGD(model.parameters(), lr=0.5)
-    for step in range(3):
+    for step in steps(optim):
         for micro in range(passes):
             with nullcontext() if micro == passes - 1 else sw.no_sync(model):
                 squares(model, rows(passes * step + micro, world.rank)).backward()
-        optim.step()
-        optim.zero_grad()
     return model.state_dict(), seen
 
 
