@@ -8,7 +8,7 @@
 Tensors are found wherever they are: in containers, and in attributes of objects (core/tools/tree).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -54,7 +54,7 @@ class NoSamples(list[Any]):
         self.like = like
 
 
-def require_counted(refused: Tensor, own: InputError | None) -> None:
+def require_counted(refused: float, own: InputError | None) -> None:
     """Raise InputError if the batch of any rank was refused; `own` is this rank's error."""
     if not refused:
         return
@@ -76,9 +76,9 @@ def _float_dtypes(batch: Any) -> str:
     return ", ".join(sorted({str(x.dtype).removeprefix("torch.") for x in floats}))
 
 
-def require_equal_dtypes(batch: Any, numbers: Tensor) -> None:
+def require_equal_dtypes(batch: Any, numbers: Sequence[float]) -> None:
     """Raise InputError if the floats of ranks differ in dtype, by the sum of `dtype_numbers`."""
-    ranks, total, squares = numbers.tolist()
+    ranks, total, squares = numbers
     if ranks * squares != total**2:
         raise bad(
             f"a batch whose floats are {_float_dtypes(batch) or 'none'} here, and of another dtype "

@@ -27,8 +27,8 @@ from shardwise.core.tools.structure import plain_key
 from shardwise.engine import batch as shares
 from shardwise.engine import memory, step_end
 from shardwise.engine.build import lay_out
-from shardwise.engine.checks import hint, validate
-from shardwise.engine.checks.consistency import ConsistencyCheck, share_sums
+from shardwise.engine.checks import validate
+from shardwise.engine.checks.consistency import ConsistencyCheck
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.norm import LossScale, LossWeights
 from shardwise.engine.optimizer.optimizer_state import Catalogue
@@ -118,8 +118,7 @@ class Engine:
             part = each.enter(part, model, own)
         self.data.computes_loss = self.data.in_loss = True
         try:  # a stage ends in the middle of it
-            with hint.shapes(self.plan):
-                return self.training.loss(model, shares.widened(own, self.dtype, model))
+            return self.training.loss(model, shares.widened(own, self.dtype, model))
         finally:
             self.data.in_loss = False
 
@@ -159,7 +158,7 @@ class Engine:
         self.world.background.report()
         validate.recording()
         self.data.structure.require_unchanged()
-        hint.as_followed(self.plan, self.model, None, self.world.rank)
+        validate.as_followed(self.plan, self.model, None, self.world.rank)
         self.consensus.same.begin(self.steps + 1, *self.optimizer.compared())
         given, batch = batch, shares.on_device(batch, self.world.device, dry=self.world.dry)
         self.passes.require(batch, self.microbatches, self.rows)
@@ -180,7 +179,7 @@ class Engine:
         self.data.begin_step()
         # after an error the sums of that step: other ranks may still be in it
         weights = self.weights = self.weights or self._loss_weights(counts)
-        with hint.dtypes(self.dtype), hint.step(self.steps + 1):
+        with validate.dtypes(self.dtype), validate.step(self.steps + 1):
             summed = self.passes.run(parts, counts, weights)
         del parts  # may be copies of parts of the batch
         for each in self.sharded.applied:
@@ -243,7 +242,7 @@ class Engine:
         own = [mine, refused is not None, few > 0, *shares.dtype_numbers(batch)]
         warns = self.data_ranks > 1 and not (self.world.rank or self.world.dry)
         with self.ledger.phase("check"):
-            summed = share_sums(batch, own, self.consensus, warns=warns)
+            summed = self.consensus.agree_on_shares(batch, own, warns=warns)
         shares.require_counted(summed[1], refused)
         shares.require_equal_dtypes(batch, summed[3:6])
         self.consensus.same.warn_of_few(few, self.microbatches, int(summed[2]))
@@ -303,7 +302,7 @@ class Engine:
         Called by all ranks; nothing is trained.
         """
         batch = shares.on_device(batch, self.world.device, dry=self.world.dry)
-        self.consistency.require_batch(batch)
+        self.consensus.same.require_batch(batch)
         count = self._count(batch)
         (part,) = self._begin(batch, [batch], trains=False)
         count = self._weight(count, part)

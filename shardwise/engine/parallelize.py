@@ -17,7 +17,7 @@ from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
 from shardwise.core.tools.arguments import CHECK_EVERY
 from shardwise.engine.batch import Count
-from shardwise.engine.checks import consistency, hint, validate
+from shardwise.engine.checks import consistency, validate
 from shardwise.engine.checks.device_room import require_chosen
 from shardwise.engine.default_fill import default_fill
 from shardwise.engine.engine import Engine
@@ -108,7 +108,7 @@ def build_engine(
     plan = plan_of(plan)
     require(plan, world.size)
     plan = _completed(plan, world)
-    model, loss = hint.as_followed(plan, model, options.loss, world.rank)
+    model, loss = validate.as_followed(plan, model, options.loss, world.rank)
     options = replace(options, loss=loss)
     spec, objective = options.spec, options.objective
     require_possible(spec, model, plan)

@@ -12,7 +12,7 @@ from shardwise.core.plan.plan_check import require
 from shardwise.core.tools.arguments import CHECK_EVERY, integer
 from shardwise.core.tools.tree import leaves
 from shardwise.engine.batch import Count, rows
-from shardwise.engine.checks import hint, validate
+from shardwise.engine.checks import validate
 from shardwise.engine.checks.device_room import with_offload
 from shardwise.engine.optimizer.elementwise import require_possible
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
@@ -93,7 +93,7 @@ def predict_with(
     """The prediction, with the options of an engine."""
 
     def of(plan: Plan) -> Prediction:
-        with hint.sharded(plan, alone):
+        with validate.sharded(plan, alone):
             found = Predictor(model, plan, options, rank=rank).of(batch)
             assert found.dry_step  # whose errors are those of this call
             return found

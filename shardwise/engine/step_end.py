@@ -93,7 +93,7 @@ class PendingResult:
         self.step, self.by_norm, self.raises = step, by_norm, raises
         self.numbers = HostNumbers(torch.cat(numbers))
         self.same: SameOnRanks | None = copy(same)  # until it is reported
-        same.batch, same.recheck = 0, None  # which hold tensors
+        same.forget_batch()  # which holds tensors
         self.found: StepResult | None = None
 
     def read(self) -> StepResult:

@@ -17,7 +17,7 @@ from shardwise.core.errors import bad
 from shardwise.core.tools import arguments
 from shardwise.core.tools.structure import graph_break
 from shardwise.engine.checks import validate
-from shardwise.engine.checks.hint import without_compiler
+from shardwise.engine.checks.validate import without_compiler
 from shardwise.techniques.data.apply import drivers
 from shardwise.techniques.replicas.replicate import (
     Devices,

@@ -34,7 +34,7 @@ from shardwise.core.tools.structure import Structure, graph_break
 from shardwise.core.tools.tree import leaves, mapped
 from shardwise.engine.batch import copied, enough, is_written, split
 from shardwise.engine.checks import consistency, validate
-from shardwise.engine.checks.hint import without_compiler
+from shardwise.engine.checks.validate import without_compiler
 from shardwise.engine.default_fill import default_fill
 from shardwise.engine.rank_zero_weights import RankZeroWeights, missing_weights
 from shardwise.observe.meta_buffers import materialise

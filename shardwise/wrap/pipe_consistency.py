@@ -25,7 +25,6 @@ from shardwise.comm.tiers.host_memory import HostNumbers, doubles_on
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.tools.hook import weakly
-from shardwise.engine.checks.consistency import ConsistencyCheck, batch_hash
 from shardwise.techniques.data import same_on_ranks
 from shardwise.techniques.data.outputs import Scaling
 from shardwise.techniques.data.same_on_ranks import SameOnRanks
@@ -45,7 +44,6 @@ class PipeConsistency:
         nowhere = Axis("none")
         self.same = SameOnRanks((nowhere, nowhere), (), _HASHES, device)
         self.same.others, self.same.options = [axis], {} if self.trained else None
-        self.check = ConsistencyCheck(self.same, nowhere)
         self.norm = doubles_on([0], device)
         gradients = [partial(_dense_gradient, p) for p in trained]
         self.scaling = Scaling(gradients, [p.dtype for p in trained])
@@ -83,7 +81,7 @@ class PipeConsistency:
         """A call that trains begins, on all ranks.  Raises InputError on all if they differ."""
         self.computes_loss = True
         if not self.calls:
-            self.check.require_batch(batch)
+            self.same.require_batch(batch)
         if self.calls % same_on_ranks.EVERY == 1:
             self._begin(batch)
         due = self.unread is not None and (
@@ -95,7 +93,7 @@ class PipeConsistency:
             *_, differs, norm, squares = self.scaling.compared(numbers)
             if differs:
                 self.same.require()
-            self.same.recheck = None
+            self.same.forget_batch()
             mean = norm / self.axis.size
             if squares / self.axis.size - mean * mean > (1e-3 * mean) ** 2:
                 raise bad(
@@ -108,7 +106,8 @@ class PipeConsistency:
     def meet(self) -> None:
         """All ranks ask for the state: compare the options of the last step, and the calls."""
         same = self.same
-        same.batch, same.recheck, same.facts["the number of calls"] = 0, None, self.calls
+        same.forget_batch()
+        same.facts["the number of calls"] = self.calls
         same.difference(1)
         with self.axis.ledger.phase("check"):
             differs = doubles_on([0], self.device) + same.difference_on_others()
@@ -117,8 +116,7 @@ class PipeConsistency:
 
     def _begin(self, batch: Any) -> None:
         same = self.same
-        same.batch = batch_hash(batch, _HASHES, self.device, floats=same.floats)
-        same.recheck = partial(self.check.require_batch, batch)
+        same.see_batch(batch)
         same.note_autocast()
         same.difference(self.calls)
         with self.axis.ledger.phase("check"):

@@ -22,7 +22,14 @@ from shardwise.core.mesh import Mesh
 from shardwise.engine.checks import consistency
 from shardwise.engine.options import EngineOptions
 from shardwise.observe.dry_twin import DryTwin
-from shardwise.techniques.data.checksum import WEIGHTS, bits_sum, weighted
+from shardwise.techniques.data.checksum import (
+    WEIGHTS,
+    batch_hash,
+    batch_values,
+    bits_sum,
+    other_batches,
+    weighted,
+)
 from shardwise.techniques.data.same_on_ranks import SameOnRanks
 from tests.engine.cases import ranks_of, refusal
 from tests.engine.tensors import sent
@@ -180,8 +187,8 @@ def test_batches_are_compared_by_what_can_be():
     """The order of keys is no difference, nor is what is no tensor; what is beside a mask is. Of
     numbers that are not whole the last digits are no difference; a single value is.
     """
-    sums = partial(consistency.batch_checksum, device=torch.device("cpu"))
-    same = consistency._same_batch
+    sums = partial(batch_values, device=torch.device("cpu"))
+    same = lambda *values: not other_batches(values)  # noqa: E731
     zero, one, other = (sums(masked(*of)) for of in [(0,), (1,), (1, 5)])
     assert same(zero, one) and not same(one, other)
     x = torch.randn(40, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -193,7 +200,7 @@ def test_batches_are_compared_by_what_can_be():
     changed[7, 8] += 1
     assert not same(sums(ids), sums(changed))
     assert not same(sums([ids, 1.0]), sums([ids, 2.0]))
-    hashed = partial(consistency.batch_hash, hashes=2**20, device=torch.device("cpu"), floats=True)
+    hashed = partial(batch_hash, hashes=2**20, device=torch.device("cpu"), floats=True)
     assert hashed(ids) != hashed(ids.flip(0))
 
 
@@ -316,7 +323,7 @@ def compared(world: World, off: float, noise: float) -> bool:
         nowhere = Axis("none")
         same = SameOnRanks((nowhere, nowhere), (), 2**20, world.device)
         comparing = consistency.ConsistencyCheck(same, axis)
-        comparing.compared_gradients = "each"
+        comparing.compares = True
         arrived = comparing.compare_gradients(iter("ab"), torch.ones(()), flats)
         assert list(arrived) == ["a", "b"]
     except InputError:
@@ -420,7 +427,7 @@ def other_gradient_at_3(world: World, which: str) -> str:
     ("which", "said"), [("loss", "a loss that differs"), ("gradient", "the gradient of")]
 )
 def test_a_loss_or_gradient_that_differs_later_is_found(which: str, said: str):
-    """Three numbers tell that something differs, and then the parameter is looked for."""
+    """In a step of `check_every`, by the name of the parameter."""
     for told_here in run_threads(2, other_gradient_at_3, which):
         assert told_here.startswith(f"step 3: Given: {said}")
         assert which == "loss" or "head.bias" in told_here

@@ -8,8 +8,7 @@
     in the first three steps     the loss, and each gradient of a          the tp axis
                                  replicated parameter
     each evaluation              the batch                                 cp, tp and pp axes
-    every `check_every` steps    the batch                                 tp and pp axes
-                                 the loss, a sum and a norm of gradients   the tp axis
+    every `check_every` steps    the same as in the first steps            tp and pp axes
 
 techniques/data/same_on_ranks.py has what ranks compare by numbers that they sum anyway.
 
@@ -24,8 +23,6 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import partial
 from itertools import chain, takewhile
 from typing import Any, TypeVar
 
@@ -33,24 +30,18 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.move import all_gather, all_gather_object
-from shardwise.comm.tiers.host_memory import doubles_on
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import bad
 from shardwise.core.tally import Key, Tally
 from shardwise.core.tools.arguments import rank_names
-from shardwise.core.tools.tree import leaves
 from shardwise.engine.optimizer.norm import squared_norm
 from shardwise.techniques.data.checksum import (
     Options,
-    batch_checksum,
-    beside_tensors,
     bits_sum,
     has_bits,
-    share_numbers,
     text_hash,
     weighted,
 )
-from shardwise.techniques.data.consensus import Consensus, warn_of_equal_shares
 from shardwise.techniques.data.doubts import (
     floats_of,
     identity,
@@ -62,8 +53,6 @@ from shardwise.techniques.data.doubts import (
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.same_on_ranks import SameOnRanks
 
-#: Relative difference of batches that counts as rounding.
-BATCH_TOLERANCE = 1e-6
 #: Relative difference of losses and gradients that counts as rounding.
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 3e-2
 #: A gradient whose norm is below this fraction of the total norm counts as rounding.
@@ -191,16 +180,13 @@ def _excerpts(*texts: str) -> list[str]:
 
 class ConsistencyCheck:
     """Compares batches along the axes of `same`, losses and gradients along the tp axis.
-
-    compared_batch        whether the current step compares batches in full, not only a hash
-    compared_gradients    which gradients it compares: "each", their "sums", or none ("")
+    `compares`: whether the current step compares gradients.
     """
 
     def __init__(self, same: SameOnRanks, axis: Axis) -> None:
         self.same, self.axis, self.device, self.every = same, axis, same.device, same.every
-        self.axes = [each for each in (*same.others, *same.batches) if each.size > 1]
         self.checked = 0  # steps so far that were not skipped
-        self.compared_batch, self.compared_gradients = False, ""
+        self.compares = False
         #: what the first step does with its batch after this comparison (first_step.py)
         self.before_first: Callable[[Any], None] | None = None
 
@@ -209,15 +195,11 @@ class ConsistencyCheck:
         sent to compare the first step with the plain model: no part of the step.
         """
         again = self.every > 0 and step % self.every == 0
-        self.compared_batch = again or not step
-        each = "each" if self.checked < CHECKED_STEPS else "sums" if again else ""
-        self.compared_gradients = each if self.axis.size > 1 else ""
-        if self.compared_batch:
-            self.require_batch(batch)
-        elif self.axes and self.every:
-            exact = self.same.floats
-            self.same.batch = batch_hash(batch, self.same.hashes, self.device, floats=exact)
-            self.same.recheck = partial(self.require_batch, batch)
+        self.compares = self.axis.size > 1 and (again or self.checked < CHECKED_STEPS)
+        if again or not step:
+            self.same.require_batch(batch)
+        elif self.every and any(axis.size > 1 for axis in (*self.same.others, *self.same.batches)):
+            self.same.see_batch(batch)
         if self.before_first is None:
             return {}
         before = self.axis.ledger.lines
@@ -228,53 +210,26 @@ class ConsistencyCheck:
     def end(self, *, skipped: bool) -> None:
         self.checked += not skipped
 
-    def require_batch(self, batch: Any) -> None:
-        """Raise InputError on every rank of an axis whose ranks have different batches."""
-        for axis in self.axes:
-            with axis.ledger.phase("check"):
-                sums = torch.stack(all_gather(batch_checksum(batch, self.device), axis)).cpu()
-            others = [rank for rank in range(axis.size) if not _same_batch(sums[rank], sums[0])]
-            if others:
-                raise bad(
-                    f"a batch on {rank_names(others)} of the {axis.name} axis that differs from "
-                    "that on rank 0",
-                    f"the same batch on all ranks of a {axis.name} axis",
-                    "DistributedSampler(dataset, engine.data_ranks, engine.data_rank)",
-                )
-
     def compare_gradients(
         self, arriving: Iterator[U], loss: Tensor, flats: Sequence[Flat]
     ) -> Iterator[U]:
         """`arriving`, after the comparison that this step makes once all gradients are reduced.
         Raises InputError if the loss or a gradient differs between ranks.
         """
-        if not self.compared_gradients:
+        if not self.compares:
             return arriving
         arrived = list(arriving)
         with self.axis.ledger.phase("check"):
-            if self.compared_gradients == "each" or not self._sums_agree(loss, flats):
-                self._require(loss, flats)
+            self._require(loss, flats)
         return iter(arrived)
-
-    def _sums_agree(self, loss: Tensor, flats: Sequence[Flat]) -> bool:
-        """Whether three numbers agree: the loss, the sum of all gradients, and their norm."""
-        sums, sizes = self._gradients(flats)[1].chunk(2)
-        own = torch.stack([loss.detach().to(sums), sums.sum(), sizes.norm()])
-        losses, total, norm = torch.stack(all_gather(own, self.axis)).cpu().t()
-        close, size = self._tolerance(flats), norm.nan_to_num().max()
-        same = _close(losses, losses.abs().max() + TOLERANCE, close)
-        return same and _close(total, size, close) and _close(norm, size, close)
-
-    def _tolerance(self, flats: Sequence[Flat]) -> float:
-        dtypes = {flat.grads.gshard.dtype for flat in flats if flat.grads.gshard is not None}
-        return TOLERANCE if dtypes <= {torch.float32, torch.float64} else TOLERANCE_16_BIT
 
     def _require(self, loss: Tensor, flats: Sequence[Flat]) -> None:
         names, gradients = self._gradients(flats)
         own = torch.cat([loss.detach().to(gradients).view(1), gradients])
         everyone = torch.stack(all_gather(own, self.axis)).cpu()
         losses, (sums, sizes) = everyone[:, 0], everyone[:, 1:].chunk(2, dim=1)
-        close = self._tolerance(flats)
+        dtypes = {flat.grads.gshard.dtype for flat in flats if flat.grads.gshard is not None}
+        close = TOLERANCE if dtypes <= {torch.float32, torch.float64} else TOLERANCE_16_BIT
         if not _close(losses, losses.abs().max() + TOLERANCE, close):  # one of zero is of rounding
             raise self._other_losses(losses.tolist())
         everything = NEGLIGIBLE * sizes.nan_to_num().norm(dim=1).max()
@@ -333,35 +288,3 @@ def _close(values: Tensor, size: Tensor, close: float) -> bool:
     """Whether `values` differ by at most `close` times `size`.  NaN and infinity are ignored."""
     found = values.nan_to_num(0.0, 0.0, 0.0)
     return bool(found.max() - found.min() <= close * size.nan_to_num(math.inf))
-
-
-def batch_hash(batch: Any, hashes: int, device: torch.device, *, floats: bool) -> Tensor:
-    """A whole number below `hashes` of the shapes and bits of a batch; a few kernels a tensor."""
-    found = torch.zeros((), dtype=torch.int64, device=device) + beside_tensors(batch)
-    tensors = leaves(batch, Tensor, objects=True)
-    for x in (x for x in tensors if type(x) is Tensor and x.layout == torch.strided):
-        kind = text_hash(f"{x.shape} {x.dtype}")
-        found = found + kind
-        with suppress(RuntimeError):  # quantised tensors
-            if floats or not (x.is_floating_point() or x.is_complex()):
-                found = found + (bits_sum(x) * (2 * kind + 1)).to(device)
-    return found.remainder(hashes).double()
-
-
-def share_sums(
-    batch: Any, numbers: Sequence[float], consensus: Consensus, *, warns: bool
-) -> Tensor:
-    """The sums of `numbers`, the first of which are tokens, over the data ranks.
-    `warns`: print a line if all data ranks have the same rows.
-    """
-    share = share_numbers(batch, consensus.device)
-    summed = consensus.agree(torch.cat([doubles_on(numbers, consensus.device), share])).cpu()
-    if warns and summed[0]:
-        same = "engine.data_ranks, engine.data_rank", "engine.data_rank::engine.data_ranks"
-        warn_of_equal_shares(summed[-2:].tolist(), consensus.ranks, *same)
-    return summed
-
-
-def _same_batch(first: Tensor, second: Tensor) -> bool:
-    (exact, sums, sizes) = torch.stack([first, second], dim=1)
-    return bool(exact[0] == exact[1]) and _close(sums, sizes.max(), BATCH_TOLERANCE)

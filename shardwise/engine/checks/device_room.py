@@ -6,16 +6,14 @@ bound has room for MOST times the prediction, for other batches and kernels.
     try:
         engine.step(batch)
     except RuntimeError as error:
-        raise explained(error, engine, prediction) if ran_out(error) else error
-
-The error lists the rank's bytes beside the predicted ones, and names a plan with less (relief.py).
+        raise explained(error, "in a step", engine.plan, world.rank) if ran_out(error) else error
 
 `offload:auto` is the least offload with which a step is predicted to fit `device_memory` (on CUDA
 also the device's own memory), on every stage of a pipeline: nothing, `optim`, `param`. States on a
 disk are not among them: they take as much of the device as those in host memory.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Final
 
@@ -25,11 +23,7 @@ from shardwise.core.errors import RunError, bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import problems
 from shardwise.core.plan.words import size_text
-from shardwise.core.zero import ACTIVATIONS, OWNED
-from shardwise.engine import memory
-from shardwise.engine.engine import Engine
 from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.relief import largest, relieved
 
 Predict = Callable[[Plan], Prediction]
 #: A suggested bound is a multiple of this, or of its 1024th for small models.
@@ -80,43 +74,14 @@ def ran_out(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "alloc" in first and "memory" in first
 
 
-def explained(error: BaseException, engine: Engine, found: Prediction) -> RunError:
-    """The error to raise in place of `error`: a paragraph and a table.
-    `found` is the prediction of the engine's plan for the same model, batch and options.
-    """
-    plan, rank, now = engine.plan, engine.world.rank, stored(engine)
+def explained(error: BaseException, doing: str, plan: Plan, rank: int) -> RunError:
+    """The error to raise in place of `error`, which a rank met `doing` something."""
     said = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-    every = found.memory | {ACTIVATIONS: found.activations}
-    most = largest(every)
-    near = relieved(plan, most)
-    problem = bad(
-        f"a step of the plan '{plan}' for which rank {rank} has too little memory on "
-        f"{engine.world.device} ({said}); most of what it stores is {most}",
-        "a plan, a model or a batch for which there is room",
-        (f"--plan '{near}', or " if near else "") + "a smaller model or batch",
+    return RunError(
+        f"Rank {rank} ran out of memory {doing} under '{plan}' ({said}). A smaller model or batch, "
+        "or a plan that shards over more ranks, recomputes or offloads, may fit: --dry-run "
+        "predicts the memory of a rank."
     )
-    names = (*OWNED, ACTIVATIONS)
-    held = [(name, now.get(name), every.get(name)) for name in names]
-    table = _table((f"rank {rank} stores, bytes", "now", "predicted"), held)
-    return RunError("\n".join([str(problem), "", *table]))
-
-
-def stored(engine: Engine) -> dict[str, int]:
-    """What this rank stores now, in the middle of a step; activations only if they are known."""
-    found, device = memory.in_step(engine), engine.world.device
-    if device.type == "cuda":
-        found[ACTIVATIONS] = max(0, torch.cuda.memory_allocated(device) - sum(found.values()))
-    return found
-
-
-def _table(
-    head: tuple[str, str, str], rows: Sequence[tuple[str, int | None, int | None]]
-) -> Iterator[str]:
-    shown = [head] + [(name, *("-" if n is None else f"{n:,}" for n in of)) for name, *of in rows]
-    widths = [max(len(row[column]) for row in shown) for column in range(3)]
-    for name, *numbers in shown:
-        right = (n.rjust(w) for n, w in zip(numbers, widths[1:], strict=True))
-        yield "  ".join([name.ljust(widths[0]), *right])
 
 
 # --- `offload:auto` -------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardwise.comm.move import all_gather, begin_sum
+from shardwise.comm.move import all_gather_object, begin_sum
 from shardwise.comm.tiers.host_memory import HostNumbers
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import NonFiniteError
@@ -30,8 +30,6 @@ from shardwise.techniques.data.flat.flat_parameter import Flat
 
 #: This many skipped updates in a row are an error, even where steps may be skipped.
 MOST_SKIPS: Final = 100
-#: Bytes of a parameter's name that ranks exchange.
-NAME_BYTES: Final = 256
 
 
 class Guard:
@@ -132,26 +130,19 @@ class Guard:
         All ranks must call it, while they have the gradients of the step.
         """
         first = self.first or _first(flats)
-        name = first.encode()[:NAME_BYTES]
-        own = [
-            int(not math.isfinite(summed.item())),
-            int(bool(self.made) and not bool(torch.stack(self.made).isfinite().all())),
+        own = (
+            not math.isfinite(summed.item()),
+            bool(self.made) and not bool(torch.stack(self.made).isfinite().all()),
             self.order.get(first, len(self.order)),
-            *name.ljust(NAME_BYTES, b"\0"),
-        ]
-        everyone = [
-            each.tolist()
-            for each in all_gather(
-                torch.tensor(own, dtype=torch.int64, device=self.world.device), self.world.everyone
-            )
-        ]
+            first,
+        )
+        everyone = all_gather_object(own, self.world)
         losses = [rank for rank, each in enumerate(everyone) if each[0]]
         makers = losses or [rank for rank, each in enumerate(everyone) if each[1]]
         what = "the gradient is" if norm is None else f"the gradient's norm is {norm},"
         what = "the loss is not finite" if losses else f"{what} not finite"
         where = f"on rank {', '.join(map(str, makers))}" if makers else "as a sum over the ranks"
-        earliest = min(everyone, key=lambda each: each[2])
-        named = bytes(earliest[3:]).rstrip(b"\0").decode(errors="ignore")
+        *_, named = min(everyone, key=lambda each: each[2])
         found = f"; the first parameter with a non-finite gradient is {named}" if named else ""
         return NonFiniteError(f"Step {step}: {what}, {where}{found}. It was not used in any update")
 

@@ -5,17 +5,16 @@ weighted    their sum with the weights cos(i): close for tensors that are close
 exact       their sum with whole weights: for integers, and for the bits of floats
 
 The weights are fixed: a sum changes if elements change or swap places. Results of one microbatch on
-two ranks (rerun.py) are the loss, then gradients by name; they must be equal to the last bit.
-
-    own(k)      of the first microbatch of data rank k, by rank k
-    again(k)    of the same, by the next rank
+two ranks (rerun.py) must be equal to the last bit.
 """
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
+from itertools import chain
 from typing import Any, Final, NamedTuple, TypeGuard
 
 import torch
@@ -28,8 +27,8 @@ from shardwise.core.tools.tree import leaves
 WEIGHTS = 509
 #: A large prime, which makes the whole weights differ.
 PRIME = 2_305_843_009_213_693_951
-#: The number of checksums of shares, a prime; the square of each, summed over 8192 ranks, is exact.
-SHARE_CHECKSUMS = 1_048_573
+#: The number of hashes of shares, a prime; the square of each, summed over 8192 ranks, is exact.
+SHARE_HASHES = 1_048_573
 NUMBERS: Final = int, float, bool
 Options = dict[str, Any]
 #: By bytes of an element, the integers that have its bits.
@@ -82,52 +81,59 @@ def versions(states: Iterable[Mapping[Any, Any]]) -> int:
     return sum(id(x) + x._version for x in every if isinstance(x, Tensor))
 
 
-def beside_tensors(batch: Any) -> int:
-    """A hash of the numbers in a batch; 0 without any."""
-    found = sorted(map(repr, leaves(batch, NUMBERS)))
-    return text_hash(repr(found)) if found else 0
+def batch_hash(batch: Any, hashes: int, device: torch.device, *, floats: bool) -> Tensor:
+    """A whole number below `hashes`, as a double: of the shapes and bits of the tensors in a batch,
+    and of its numbers; a few kernels a tensor. Without `floats`, of whole numbers alone.
+    """
+    beside = sorted(map(repr, leaves(batch, NUMBERS)))
+    found = torch.zeros((), dtype=torch.int64, device=device)
+    found = found + (text_hash(repr(beside)) if beside else 0)
+    for x in _strided(batch):
+        kind = text_hash(f"{x.shape} {x.dtype}")
+        found = found + kind
+        with suppress(RuntimeError):  # quantised tensors
+            if floats or not (x.is_floating_point() or x.is_complex()):
+                found = found + (bits_sum(x) * (2 * kind + 1)).to(device)
+    return found.remainder(hashes).double()
 
 
-def batch_checksum(batch: Any, device: torch.device) -> Tensor:
-    """Three numbers: an exact checksum of shapes and integers, then a sum and a norm of floats."""
-    exact = torch.zeros((), dtype=torch.int64, device=device) + beside_tensors(batch)
-    sums, sizes = [exact.new_zeros(()).double()], [exact.new_zeros(()).double()]
-    tensors = leaves(batch, Tensor, objects=True)
-    for x in (x for x in tensors if type(x) is Tensor and x.layout == torch.strided):
-        exact = exact + text_hash(f"{x.shape}")
+def _strided(batch: Any) -> list[Tensor]:
+    every = leaves(batch, Tensor, objects=True)
+    return [x for x in every if type(x) is Tensor and x.layout == torch.strided]
+
+
+def batch_values(batch: Any, device: torch.device) -> Tensor:
+    """The `Values` of a batch without the last: [3]. `bits` is of all but floats."""
+    folded: list[Tensor] = []
+    for x in _strided(batch):
         with suppress(RuntimeError):  # torch cannot sum quantised and float8 tensors
             if x.is_floating_point() or x.is_complex():
-                folded = fold(x, torch.float64)
-                sums.append(weighted_sum(folded).to(device))
-                sizes.append(folded.norm().to(device))
-            else:
-                exact = exact + exact_sum(fold(x, torch.int64)).to(device)
-    return torch.stack(
-        [(exact % 2**52).double(), torch.stack(sums).sum(), torch.stack(sizes).sum()]
-    )
+                folded.append(fold(x, torch.float64).to(device))
+    none = torch.zeros((), dtype=torch.float64, device=device)
+    total = sum(map(weighted_sum, folded), start=none)
+    norm = sum((x.norm() for x in folded), start=none)
+    return torch.stack([batch_hash(batch, 2**52, device, floats=False), total, norm])
 
 
 def share_numbers(batch: Any, device: torch.device) -> Tensor:
-    """A checksum of a batch, a whole number, and its square: doubles that ranks may sum."""
+    """A hash of a batch, 0 without elements, and its square: doubles that ranks may sum."""
     if not any(x.numel() for x in leaves(batch, Tensor, objects=True)):
         return torch.zeros(2, dtype=torch.float64, device=device)
-    exact, sums, sizes = batch_checksum(batch, device)
-    mixed = exact.long() + sums.view(torch.int64) * 31 + sizes.view(torch.int64) * 37
-    share = (mixed % SHARE_CHECKSUMS).double()
+    share = batch_hash(batch, SHARE_HASHES, device, floats=True)
     return torch.stack([share, share**2])
 
 
-# --- reruns -------------------------------------------------------------------------------------
+# --- values that ranks compare ------------------------------------------------------------------
 
 LOSS: Final = "the loss"
-#: A relative difference that hosts of two kinds of processors reach by rounding.
-ROUNDING, ROUNDING_16_BIT = 1e-5, 1e-2
+#: A relative difference that hosts of two kinds of processors reach by rounding; of batches.
+ROUNDING, ROUNDING_16_BIT, ROUNDING_OF_BATCHES = 1e-5, 1e-2, 1e-6
 
 
 class Values(NamedTuple):
     """Of a tensor: its bits as a number, a weighted sum, the norm, and what is rounding."""
 
-    bits: int
+    bits: float
     total: float
     norm: float
     rounding: float
@@ -135,21 +141,56 @@ class Values(NamedTuple):
     def differs(self, other: "Values") -> bool:
         """Whether they differ by more than rounding."""
         close = self.rounding * max(self.norm, other.norm)
-        return not (abs(self.total - other.total) <= close and abs(self.norm - other.norm) <= close)
+        pairs = (self.total, other.total), (self.norm, other.norm)
+        return not all(math.isclose(a, b, rel_tol=0.0, abs_tol=close) for a, b in pairs)
 
 
-def numbers_of(x: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
-    """The `Values` of a tensor, on its device."""
+def other_batches(values: Iterable[Tensor]) -> list[int]:
+    """The ranks whose `batch_values` differ from those of the first."""
+    every = torch.stack([*values]).tolist()
+    first, *others = (Values(*x, rounding=ROUNDING_OF_BATCHES) for x in every)
+    differ = (each.bits != first.bits or each.differs(first) for each in others)
+    return [rank for rank, other in enumerate(differ, start=1) if other]
+
+
+#: The `Values` of a tensor, on its device.
+Numbers = tuple[Tensor, Tensor, Tensor, float]
+
+
+def numbers_of(x: Tensor) -> Numbers:
     wide = torch.view_as_real(x).double() if x.is_complex() else x.double()
     rounding = ROUNDING_16_BIT if x.element_size() < 4 else ROUNDING
     return bits_sum(x), weighted(wide), wide.norm(), rounding
+
+
+def read(numbers: Numbers) -> Values:
+    """Waits for the device."""
+    bits, total, norm, rounding = numbers
+    return Values(int(bits), total.item(), norm.item(), rounding)
+
+
+#: By a tensor's name, and what tells it from others of the name.
+Table = Mapping[tuple[str, Any], Values]
+
+
+def odd_values(every: Sequence[Table]) -> list[tuple[tuple[str, Any], int, int]]:
+    """Of tensors that are not equal on all ranks that have them: the key, each rank that differs
+    from most, and the first rank with what most have.
+    """
+    found: list[tuple[tuple[str, Any], int, int]] = []
+    for key in dict.fromkeys(chain.from_iterable(every)):
+        bits = {rank: own[key].bits for rank, own in enumerate(every) if key in own}
+        usual, _ = Counter(bits.values()).most_common(1)[0]
+        first = next(rank for rank in bits if bits[rank] == usual)
+        found += [(key, rank, first) for rank in bits if bits[rank] != usual]
+    return found
 
 
 class Computed:
     """Of one microbatch, as one rank computed it: the loss and each gradient."""
 
     def __init__(self) -> None:
-        self.numbers: dict[str, tuple[Tensor, Tensor, Tensor, float]] = {}
+        self.numbers: dict[str, Numbers] = {}
 
     def see(self, name: str, x: Tensor) -> None:
         self.numbers[name] = numbers_of(x)
@@ -163,18 +204,11 @@ class Computed:
         bits = [self.numbers[name][0] if name in self.numbers else none for name in names]
         return exact_sum(fold(torch.stack(bits), torch.int64)) * (2 * rank + 1)
 
-    def values(self) -> dict[str, Values]:
-        """Waits for the device."""
-        return {
-            name: Values(int(bits), total.item(), norm.item(), rounding)
-            for name, (bits, total, norm, rounding) in self.numbers.items()
-        }
-
 
 class Reruns(NamedTuple):
     """A rank's results of one step for its own microbatch, and again for another rank's.
 
-    names    of all that may have a gradient
+    names    of all that may have a value
     rank     this data rank
     of       the data rank whose microbatch it computed again
     """
@@ -187,68 +221,50 @@ class Reruns(NamedTuple):
 
     def difference(self, hashes: int, device: torch.device) -> Tensor:
         """A double; the sum over all ranks is 0 if all computed the same."""
-        names = (LOSS, *self.names)
-        own, again = self.own.hash(names, self.rank), self.again.hash(names, self.of)
+        own, again = self.own.hash(self.names, self.rank), self.again.hash(self.names, self.of)
         return (own.remainder(hashes) - again.remainder(hashes)).double().to(device)
 
+    def values(self) -> Table:
+        """By name and data rank of the microbatch, in the order of computation; zeros without a
+        value.
+        """
+        found: dict[tuple[str, Any], Values] = {}
+        for computed, rank in ((self.own, self.rank), (self.again, self.of)):
+            for name in dict.fromkeys((*computed.numbers, *self.names)):
+                numbers = computed.numbers.get(name)
+                found[name, rank] = Values(0, 0.0, 0.0, 0.0) if numbers is None else read(numbers)
+        return found
 
-#: What a rank shows the others: its own values, those of the microbatch of `of`, and `of`.
-Shown = tuple[Mapping[str, Values], Mapping[str, Values], int]
 
-
-def shown(reruns: Reruns | None) -> Shown | None:
-    """What the ranks exchange if the sum is not 0."""
-    return reruns and (reruns.own.values(), reruns.again.values(), reruns.of)
-
-
-def require_same(every: Sequence[Shown | None], step: int, place: Callable[[int], str]) -> None:
+def require_reruns(every: Sequence[Table], step: int, place: Callable[[int], str]) -> None:
     """Raise InputError if two ranks computed different values; warn if they differ by rounding.
     `every` has the data ranks; `place` names one. Of several pairs that differ, the error has the
     rank that is in most of them: with three or more ranks, the one that is wrong.
     """
-    pairs = [
-        (each[2], rank)
-        for rank, each in enumerate(every)
-        if each is not None and _first(every, each[2], rank) is not None
-    ]
+    pairs: dict[tuple[int, int], tuple[str, Any]] = {}  # a rank, and that which repeated it
+    for key, one, other in odd_values(every):
+        pairs.setdefault((key[1], one + other - key[1]), key)
     if not pairs:
         return
-    count = Counter(rank for pair in pairs for rank in pair)
+    count = Counter(chain.from_iterable(pairs))
     of, rank = max(pairs, key=lambda pair: sum(count[each] for each in pair))
-    name, own, again = _first(every, of, rank) or (LOSS, None, None)
-    both = f"on {place(of)}: {_text(own)}; computed again on {place(rank)}: {_text(again)}"
-    if own and again and not own.differs(again):
+    key = pairs[of, rank]
+    own, again = every[of][key], every[rank][key]
+    both = f"on {place(of)}: norm {own.norm:.9g}; computed again on {place(rank)}: norm "
+    both += f"{again.norm:.9g}"
+    if not own.differs(again):
         warnings.warn(
-            f"{name} in step {step} {both}. They differ by rounding: the processors are not of one "
-            "kind, or a kernel adds in no fixed order (torch.use_deterministic_algorithms).",
+            f"{key[0]} in step {step} {both}. They differ by rounding: the processors are not of "
+            "one kind, or a kernel adds in no fixed order (torch.use_deterministic_algorithms).",
             stacklevel=2,
         )
         return
     suspect = max((of, rank), key=lambda each: count[each])
     several = count[of] != count[rank]
     raise bad(
-        f"{name} in step {step} {both}",
+        f"{key[0]} in step {step} {both}",
         "the same loss and gradients of a microbatch on each rank that computes it",
         f"{'another machine for ' + place(suspect) if several else 'a test of both machines'}, and "
         "a run that continues from a checkpoint before this step. If other runs differ too, "
         "something that the model computes depends on the rank",
     )
-
-
-def _first(
-    every: Sequence[Shown | None], of: int, rank: int
-) -> tuple[str, Values | None, Values | None] | None:
-    """The first difference in the order of computation: the loss, then gradients from the last."""
-    theirs, again = every[of], every[rank]
-    if theirs is None or again is None:
-        return None
-    own, repeated = theirs[0], again[1]
-    for name in dict.fromkeys((*own, *repeated)):
-        a, b = own.get(name), repeated.get(name)
-        if a is None or b is None or a.bits != b.bits:
-            return (name if name == LOSS else f"the gradient of {name}"), a, b
-    return None
-
-
-def _text(values: Values | None) -> str:
-    return "none" if values is None else f"norm {values.norm:.9g}"

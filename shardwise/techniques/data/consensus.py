@@ -123,12 +123,32 @@ class Consensus:
                 numbers = scaling.compared(numbers)
             *found, total, squares = numbers
             if not self.same.data_rank():
-                part = "world.size, world.rank", "world.rank::world.size"
-                warn_of_equal_shares((total, squares), self.ranks, *part)
+                self._warn_of_equal_shares(total, squares, "world.size, world.rank")
             self._take(found)
         if self.differs and all_ranks:
             self.differs = False
             self.same.require()
+
+    def agree_on_shares(self, batch: Any, numbers: Sequence[float], *, warns: bool) -> list[float]:
+        """The sums of `numbers`, the first of which are tokens, over the data ranks. `warns`: print
+        a line if all have the same rows.
+        """
+        own = [doubles_on(numbers, self.device), share_numbers(batch, self.device)]
+        *summed, total, squares = self.agree(torch.cat(own)).tolist()
+        if warns and summed[0]:
+            self._warn_of_equal_shares(total, squares, "engine.data_ranks, engine.data_rank")
+        return summed
+
+    def _warn_of_equal_shares(self, total: float, squares: float, ranks: str) -> None:
+        """Print a line if all data ranks have the same rows, by the sums of `share_numbers`."""
+        if total and self.ranks > 1 and self.ranks * squares == total**2:
+            part = "::".join(ranks.split(", ")[::-1])
+            print(
+                f"shardwise: all {self.ranks} data ranks have the same rows in the first step, so "
+                "that they compute the same gradient. Give each its own share: "
+                f"DistributedSampler(dataset, {ranks}), or batch[{part}].",
+                file=sys.stderr,
+            )
 
     def see_loss(self) -> None:
         """A backward pass of a loop begins; in some steps ranks compare its operations."""
@@ -167,7 +187,8 @@ class Consensus:
     def meet(self, scaling: Scaling | None = None) -> None:
         """All ranks ask for the state: compare what they have now, and what `scaling` adds."""
         self.check()
-        self.same.batch, self.same.facts["the number of steps"] = 0, self.rounds
+        self.same.forget_batch()
+        self.same.facts["the number of steps"] = self.rounds
         if not any(axis.transport.answered for axis in (*self.axes, *self.same.others)):
             return
         own = doubles_on([0], self.device) + self.same.difference(0, modes=False)
@@ -230,15 +251,3 @@ class Consensus:
 def used_in(summed: Sequence[float]) -> list[bool]:
     """Which trained parameters have a gradient on any rank, by the sum of `summary`."""
     return [ranks > 0 for ranks in summed[:-1]]
-
-
-def warn_of_equal_shares(sums: Sequence[float], ranks: int, args: str, part: str) -> None:
-    """Print a line if all data ranks have the same rows, by the sums of `share_numbers`."""
-    total, squares = sums
-    if total and ranks > 1 and ranks * squares == total**2:
-        print(
-            f"shardwise: all {ranks} data ranks have the same rows in the first step, so that they "
-            "compute the same gradient. Give each its own share: "
-            f"DistributedSampler(dataset, {args}), or batch[{part}].",
-            file=sys.stderr,
-        )

@@ -120,20 +120,16 @@ def _lengths(module: nn.Module) -> dict[str, int]:
 
 
 def _values_of(module: nn.Module, lengths: Mapping[str, int]) -> Options:
-    """Its numbers, but for those of a rank or of dynamo, words, those of its `config`, or `args`,
-    and of lists and dicts that have these lengths: one that grows is a record; functions.
+    """Its numbers, words and functions, but for those of a rank or of dynamo, and the numbers of
+    its `config`, or `args`, and of lists and dicts that have these lengths: one that grows is a
+    record.
     """
     found = Options()
     for name, x in vars(module).items():
-        if isinstance(x, NUMBERS) or (isinstance(x, str) and x.isalpha()):
-            found[name] = x
-        elif isinstance(x, list | tuple | dict):
-            found |= numbers_in(name, x) if len(x) == lengths.get(name) else {}
-        elif isinstance(x, _FUNCTIONS):
-            read = {} if _installed(x) else values_read(x)
-            found |= {name: x.__qualname__} | {f"{key} in {name}": y for key, y in read.items()}
-        elif name in _SETTINGS and isinstance(getattr(x, "__dict__", None), dict):
+        if name in _SETTINGS and isinstance(getattr(x, "__dict__", None), dict):
             found |= {f"{name}.{key}": y for key, y in vars(x).items() if isinstance(y, NUMBERS)}
+        elif not isinstance(x, list | tuple | dict) or len(x) == lengths.get(name):
+            found |= _values_in(name, x)
     return {name: x for name, x in found.items() if not _of_a_rank(name)}
 
 
@@ -300,14 +296,17 @@ def values_read(function: Any, owner: type | None = None, seen: Iterable[int] = 
     layers = (layer for layer in layers_of(function) if _package(layer) != "shardwise")
     read = chain.from_iterable(read_by(layer, owner).items() for layer in layers)
     for name, x in ((name, x) for name, x in read if not _of_a_rank(name)):
-        found |= numbers_in(name, x)
-        if isinstance(x, str) and (x.isalpha() or name.startswith(_VARIABLE)):
-            found[name] = x
-        elif isinstance(x, _FUNCTIONS):
-            found[name] = identity(x)
-            called = {} if id(x) in done or _installed(x) else values_read(x, owner, done)
-            found |= {f"{name}: {key}": y for key, y in called.items()}
+        found |= _values_in(name, x, owner, done)
     return found
+
+
+def _values_in(name: str, x: Any, owner: type | None = None, seen: Iterable[int] = ()) -> Options:
+    if isinstance(x, str):
+        return {name: x} if x.isalpha() or name.startswith(_VARIABLE) else {}
+    if not isinstance(x, _FUNCTIONS):
+        return numbers_in(name, x)
+    called = {} if id(x) in seen or _installed(x) else values_read(x, owner, seen)
+    return {name: identity(x)} | {f"{key} in {name}": y for key, y in called.items()}
 
 
 def _installed(function: Any) -> bool:

@@ -13,27 +13,27 @@ difference, which no comparison of replicas finds: the sum of gradients is equal
 (The rerun state machine of Megatron-LM repeats a step on the same and on another rank.)
 """
 
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.move import all_gather, all_to_all
+from shardwise.comm.move import all_to_all, gather_object
 from shardwise.comm.unchanged import drawing_from, generators_of, kept_buffers
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.arguments import CheckEvery
-from shardwise.core.tools.tree import mapped
+from shardwise.core.tools.tree import leaves, mapped
 from shardwise.techniques.data.checksum import LOSS, Computed, Reruns
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
 
 #: The loss of a part of the batch, or of its copy.
 Objective = Callable[..., Tensor]
+_GRADIENT: Final = "the gradient of "
 #: Runs forward and backward of a part with so many tokens.
 Repeat = Callable[[Any, float, Objective], object]
 
@@ -75,38 +75,26 @@ class _Shape:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
-def header_of(part: Any, tokens: float) -> tuple[bytes, list[Tensor]]:
-    """A microbatch without the values of its tensors, and these tensors."""
+def exchange(part: Any, tokens: float, axis: Axis, device: torch.device) -> tuple[Any, ...]:
+    """Send a microbatch, its tokens and generator states to the next rank; returns the previous
+    one's.
+    """
     tensors = list[Tensor]()
 
     def shape(x: Tensor) -> _Shape:
         tensors.append(x)
         return _Shape(x.dtype, tuple(x.shape))
 
-    return pickle.dumps((mapped(shape, part, Tensor, objects=True), float(tokens))), tensors
-
-
-def exchange(part: Any, tokens: float, axis: Axis, device: torch.device) -> tuple[Any, ...]:
-    """Send a microbatch, its tokens and generator states to the next rank; returns the previous
-    one's.
-    """
-    header, tensors = header_of(part, tokens)
+    header = mapped(shape, part, Tensor, objects=True), float(tokens)
     states = [generator.get_state() for generator in generators_of(device)]
-    first = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     flat = [x.detach().contiguous().reshape(-1).view(torch.uint8) for x in tensors]
-    own = torch.cat([x.to(device) for x in (first, *states, *flat)])
-    lengths = all_gather(
-        torch.tensor([len(header), len(own)], dtype=torch.int64, device=device), axis
-    )
+    own = torch.cat([x.to(device) for x in (*states, *flat)])
     before, after = (axis.rank - 1) % axis.size, (axis.rank + 1) % axis.size
-    length, total = lengths[before].tolist()
+    shapes, theirs = gather_object(header, axis, device)[before]
+    sizes = [*map(len, states), sum(x.bytes for x in leaves(shapes, _Shape, objects=True))]
     counts = [[0] * axis.size, [0] * axis.size]
-    counts[0][before], counts[1][after] = total, len(own)
-    arrived = all_to_all(own, axis, *counts)
-    sizes = [length, *(len(state) for state in states)]
-    first, *states, rest = arrived.split([*sizes, total - sum(sizes)])
-    # pickles come only from the ranks of this command
-    shapes, theirs = pickle.loads(first.cpu().numpy().tobytes())  # noqa: S301
+    counts[0][before], counts[1][after] = sum(sizes), len(own)
+    *states, rest = all_to_all(own, axis, *counts).split(sizes)
 
     def values(shape: _Shape) -> Tensor:
         nonlocal rest
@@ -147,7 +135,7 @@ class Rerun:
             self.counts = False
             repeat(theirs, their_tokens, self._noting(objective, theirs, again))
             self.counts = True
-        names = [name for flat in self.data.trained for name in flat.names]
+        names = [LOSS, *(_GRADIENT + n for flat in self.data.trained for n in flat.names)]
         of = same.data_rank(self.axis, -1)
         same.reruns = Reruns(own, again, names, same.data_rank(), of)
         return self._noting(objective, part, own)
@@ -165,6 +153,6 @@ class Rerun:
     def _collected(self, flat: Flat, index: int) -> None:
         grads = flat.grads
         if self.now is not None and grads.filled[index]:
-            self.now.see(flat.names[index], grads.grad_views[index])
+            self.now.see(_GRADIENT + flat.names[index], grads.grad_views[index])
             if not self.counts:
                 grads.filled[index] = grads.has_grad[index] = False

@@ -29,7 +29,7 @@ a second such sum is in the message with which they agree on the loss or the nor
 import math
 import sys
 import warnings
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -38,19 +38,24 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.move import begin_sum, gather_object
+from shardwise.comm.move import all_gather, begin_sum, gather_object
 from shardwise.comm.tiers.host_memory import doubles_on
 from shardwise.comm.world import Axis
 from shardwise.core.errors import InputError, bad
 from shardwise.core.mesh import PIPELINE
+from shardwise.core.tools.arguments import rank_names
 from shardwise.techniques.data.checksum import (
     Options,
     Reruns,
-    Values,
+    Table,
+    batch_hash,
+    batch_values,
     bits_sum,
     numbers_of,
-    require_same,
-    shown,
+    odd_values,
+    other_batches,
+    read,
+    require_reruns,
     text_hash,
 )
 from shardwise.techniques.data.doubts import KINDS, Doubts
@@ -104,7 +109,7 @@ class SameOnRanks:
     every      steps between two comparisons of weights; 0: none
     step       the number of the step, from 1
     reruns     of this step, if it has one
-    batch      a hash of the batch of this step, below `hashes`; `recheck` compares it in full
+    batch      a hash of the batch of this step, below `hashes`; `unchecked` is the batch itself
     floats     whether the hash is also of numbers that are not whole
     others     axes besides the data's, whose ranks have the same options and the same batch
     batches    axes of the data ranks whose ranks have the same batch (cp)
@@ -122,7 +127,7 @@ class SameOnRanks:
         self.others: Sequence[Axis] = ()
         self.batches: Sequence[Axis] = ()
         self.batch: int | Tensor = 0
-        self.recheck: Callable[[], None] | None = None
+        self.unchecked: Any = None
         self.floats = True
         self.step = 0
         self.reruns: Reruns | None = None
@@ -187,7 +192,8 @@ class SameOnRanks:
 
     def begin(self, step: int, options: Options, writes: bool) -> None:
         """Step number `step`, from 1, begins with these options."""
-        self.step, self.options, self.batch, self.recheck = step, options, 0, None
+        self.step, self.options = step, options
+        self.forget_batch()
         self.doubts.state_writes = writes
         if any(axis.size > 1 for axis in self.others):  # a stage has some of the modules
             staged = any(axis.name == PIPELINE and axis.size > 1 for axis in self.others)
@@ -195,6 +201,27 @@ class SameOnRanks:
             off = [name or "the model" for name in names if not self.modules[name].training]
             self.options = self.options | {"the modules in eval mode": off}
         self.note_autocast()
+
+    def see_batch(self, batch: Any) -> None:
+        """This step's batch, whose hash ranks sum; if it differs, they compare it in full."""
+        self.batch = batch_hash(batch, self.hashes, self.device, floats=self.floats)
+        self.unchecked = batch
+
+    def forget_batch(self) -> None:
+        self.batch, self.unchecked = 0, None
+
+    def require_batch(self, batch: Any) -> None:
+        """Raise InputError on every rank of an axis whose ranks have different batches."""
+        for axis in (axis for axis in (*self.others, *self.batches) if axis.size > 1):
+            with axis.ledger.phase("check"):
+                others = other_batches(all_gather(batch_values(batch, self.device), axis))
+            if others:
+                raise bad(
+                    f"a batch on {rank_names(others)} of the {axis.name} axis that differs from "
+                    "that on rank 0",
+                    f"the same batch on all ranks of a {axis.name} axis",
+                    "DistributedSampler(dataset, engine.data_ranks, engine.data_rank)",
+                )
 
     def note_autocast(self) -> None:
         """A forward pass begins, under the autocast of the program."""
@@ -286,24 +313,25 @@ class SameOnRanks:
         """A sum is not 0: the ranks exchange what they have. Without `on_all` this rank's tp and pp
         axes alone know it. Warns if numbers differ by rounding.
         """
-        if self.recheck is not None:
-            self.recheck()
+        if self.unchecked is not None:
+            self.require_batch(self.unchecked)
             self.floats = False  # batches that each rank makes differ by rounding
             own = doubles_on([0], self.device) + self.difference_on_others(batch=False)
             for axis in () if on_all else self.others:
                 own = begin_sum(own, axis).wait()
             if not (on_all or own.item()):
                 return
-        weights = dict(self._values()) if self.weighs else {}
+        weights = self._values() if self.weighs else {}
         modes = {
             f"training of {name or 'the model'}": m.training for name, m in self.modules.items()
         }
         modes |= {f"requires_grad of {name}": p.requires_grad for name, p in self.params}
-        every: list[Any] = [(self.sent, modes, weights, shown(self.reruns), self.compared)]
+        reruns = {} if self.reruns is None else self.reruns.values()
+        every: list[Any] = [(self.sent, modes, weights, reruns, self.compared)]
         for axis in (*self.axes, *self.others):
             parts = gather_object(every, axis, self.device)
             every = [each for part in parts for each in part]
-        told = self.recheck is not None or not self.weighs
+        told = self.unchecked is not None or not self.weighs
         have = [(rank, each[0]) for rank, each in enumerate(every) if each[0] is not None]
         self._require_options([(rank, facts) for rank, (_, facts) in have], every=True)
         self._require_options([(rank, options) for rank, (options, _) in have])
@@ -315,7 +343,7 @@ class SameOnRanks:
         for start in range(0, len(every), self.data_ranks):
             data_ranks = every[start:][: self.data_ranks]
             reruns = [each for *_, each, _ in data_ranks]
-            require_same(reruns, self.step, lambda rank, start=start: self._place(start + rank))
+            require_reruns(reruns, self.step, lambda rank, start=start: self._place(start + rank))
             told |= self._require_weights(start, [each for _, _, each, *_ in data_ranks])
             for kind in (kind for kind in KINDS if kind != "hooks"):
                 told |= self._doubts(kind, [(start + k, x[-1]) for k, x in enumerate(data_ranks)])
@@ -359,59 +387,43 @@ class SameOnRanks:
             several += [(axis.name, own)] if axis.size > 1 else []
         return ", ".join(f"{name} rank {own}" for name, own in several)
 
-    def _require_weights(self, start: int, every: Sequence[Mapping[Any, Any]]) -> bool:
+    def _require_weights(self, start: int, every: Sequence[Table]) -> bool:
         """Compare all tensors of the data ranks from the rank `start` on; returns whether any
         differ.
         """
-        different: list[tuple[str, list[str], Values, Values]] = []
-        for key in dict.fromkeys(key for own in every for key in own):
-            holders = [rank for rank, own in enumerate(every) if key in own]
-            usual, _ = Counter(every[rank][key].bits for rank in holders).most_common(1)[0]
-            first = next(rank for rank in holders if every[rank][key].bits == usual)
-            different += [
-                (
-                    key[0],
-                    [self._place(start + each) for each in (rank, first)],
-                    every[rank][key],
-                    every[first][key],
+        different = odd_values(every)
+        wrong = [(k, *at) for k, *at in different if every[at[0]][k].differs(every[at[1]][k])]
+        for (name, part), rank, usual in (wrong or different)[:1]:
+            place, first = (self._place(start + each) for each in (rank, usual))
+            if not wrong:
+                warnings.warn(
+                    f"The weights {name} on {place} differ from those on {first} by rounding, as "
+                    "on hosts with other processors. A checkpoint has those of one of them.",
+                    stacklevel=2,
                 )
-                for rank in holders
-                if every[rank][key].bits != usual
-            ]
-        wrong = [each for each in different if each[2].differs(each[3])]
-        if different and not wrong:
-            name, (place, first), *_ = different[0]
-            warnings.warn(
-                f"The weights {name} on {place} differ from those on {first} by rounding, as on "
-                "hosts with other processors. A checkpoint has those of one of them.",
-                stacklevel=2,
-            )
-        if wrong:
-            name, places, values, usual = wrong[0]
+                continue
+            others = len({key[0] for key, *_ in wrong}) - 1
+            more = f"; {others} other tensor{'s differ' if others > 1 else ' differs'}"
+            norm, expected = (every[each][name, part].norm for each in (rank, usual))
             raise bad(
-                f"{name} on {places[0]}, whose norm is {values.norm:.9g}; on "
-                f"{places[1]} its norm is {usual.norm:.9g}{_more(wrong)}",
+                f"{name} on {place}, whose norm is {norm:.9g}; on "
+                f"{first} its norm is {expected:.9g}{more * bool(others)}",
                 "weights and optimizer states that are equal on all data ranks",
                 "the same change on every rank, or sw.load on every rank. If no code changed it, "
                 "the memory of the rank that is named first is damaged",
             )
         return bool(different)
 
-    def _values(self) -> Iterator[tuple[Any, Values]]:
-        """Of each parameter: the bits, a weighted sum, the norm, and the rounding."""
-        for copy in self.copies:
-            for name, x in copy.of_parameters():
-                bits, total, norm, rounding = numbers_of(x)
-                yield (name, copy.part), Values(int(bits), total.item(), norm.item(), rounding)
+    def _values(self) -> Table:
+        return {
+            (name, copy.part): read(numbers_of(x))
+            for copy in self.copies
+            for name, x in copy.of_parameters()
+        }
 
 
 def _share(rank: int, ranks: int) -> int:
     return -1 if rank else ranks - 1
-
-
-def _more(different: Sequence[tuple[str, *tuple[object, ...]]]) -> str:
-    others = len({name for name, *_ in different}) - 1
-    return f"; {others} other tensor{'s differ' if others > 1 else ' differs'}" if others else ""
 
 
 def _other_option(name: str, places: Sequence[str], values: Sequence[object]) -> Exception:

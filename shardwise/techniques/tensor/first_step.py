@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.comm.move import all_gather, begin_sum, broadcast
+from shardwise.comm.move import all_gather, all_gather_object, begin_sum, broadcast
 from shardwise.comm.parameter import parameter_like
 from shardwise.comm.start.rendezvous import host_number
 from shardwise.comm.tiers import host_memory
@@ -37,7 +37,7 @@ from shardwise.core.applied import during
 from shardwise.core.errors import bad
 from shardwise.core.tools.hook import collect, in_place_of
 from shardwise.engine.batch import is_empty, on_device, split, widened
-from shardwise.engine.checks import hint
+from shardwise.engine.checks import validate
 from shardwise.engine.checks.consistency import TOLERANCE, TOLERANCE_16_BIT
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import Build, Training
@@ -107,7 +107,7 @@ def _losses(engine: Engine, given: Plain, batch: Any) -> tuple[tuple[float, floa
             for each in (plain, sharded):
                 share = widened(share, dtype, each)
             alone = partial(_loss, engine, plain, nowhere(), share)
-            with rounding, hint.sharded(engine.plan, alone):
+            with rounding, validate.sharded(engine.plan, alone):
                 second = _loss_of_all(engine, sharded, tensors, share)
             with rounding:
                 first = alone()
@@ -161,9 +161,7 @@ def _drew(device: torch.device) -> bool:
 
 def _fits(needed: int, world: World) -> bool:
     """Whether every rank has `needed` bytes free; ranks of one host share its memory."""
-    host, free = free_bytes(world)
-    own = torch.tensor([host, free], dtype=torch.float64, device=world.device)
-    everyone = [tuple(x.tolist()) for x in all_gather(own, world.everyone)]
+    everyone = all_gather_object(free_bytes(world), world)
     hosts = [host for host, _ in everyone]
     return all(free >= needed * hosts.count(host) for host, free in everyone)
 
