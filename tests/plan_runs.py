@@ -27,22 +27,22 @@ from shardwise.observe.dry_twin import ALONE, DryTwin
 from shardwise.observe.meter import Leak, Meter
 from shardwise.observe.work import kernels_of
 from shardwise.techniques.expert.expert_moves import Loads
-from shardwise.verify.costs import Costs
-from shardwise.verify.difference import Wholes, scalar
-from shardwise.verify.finding import BoxPlace, Errors, Finding, Parts, renamed
+from shardwise.verify.difference import (
+    KINDS,
+    EngineStep,
+    OracleStep,
+    Wholes,
+    oracle_state,
+    scalar,
+    step_errors,
+    tensor_errors,
+)
+from shardwise.verify.finding import BoxPlace, Costs, Errors, Finding, Parts, renamed
 from shardwise.verify.oracles.async_oracle import AsyncOracle
 from shardwise.verify.oracles.batches import Division
 from shardwise.verify.oracles.loads import Choices
 from shardwise.verify.oracles.oracle import Oracle, Weights
 from shardwise.verify.oracles.oracles import is_asynchronous, oracles_of
-from shardwise.verify.records import (
-    KINDS,
-    EngineStep,
-    OracleStep,
-    oracle_state,
-    step_errors,
-    tensor_errors,
-)
 from shardwise.verify.report import Report, report
 from tests.engine.cases import Case, Task, build, options_of
 from tests.engine.tensors import ADAMW, mine, uses_of

@@ -12,8 +12,8 @@ from shardwise.core.plan.plan import WORDS, Plan
 from shardwise.engine.state.box import Box
 from shardwise.techniques.offload.word import WHAT
 from shardwise.techniques.recompute.word import PARTITIONED_WORDS
+from shardwise.verify.difference import tensor_errors
 from shardwise.verify.finding import BoxPlace, Errors
-from shardwise.verify.records import tensor_errors
 from tests import covering
 from tests.plan_runs import Run, run_in_16_bits, run_of, runner
 from tests.plans import CANONICAL, ELSEWHERE, EQUAL_16, LONG, ON_PROCESSES, every_plan

@@ -19,9 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.fake import Fake, FakeLinks
 from shardwise.comm.gloo.pool import Pool
 from shardwise.comm.ledger import Ledger
-from shardwise.comm.start.connect import meet
 from shardwise.comm.start.excepthook import install_excepthook
-from shardwise.comm.start.peers import watch_peers
+from shardwise.comm.start.peers import meet, watch_peers
 from shardwise.comm.start.rendezvous import (
     Limits,
     Start,

@@ -3,33 +3,45 @@
 A plan without a precision runs in fp64. docs/explanation/proof.md lists what must hold.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from shardwise.comm.move import all_gather_object
 from shardwise.comm.start.launch import require_ranks, spawn
 from shardwise.comm.start.rendezvous import environment
-from shardwise.comm.world import init
-from shardwise.core.errors import RankError, RunError, bad
+from shardwise.comm.world import alone, init
+from shardwise.core.errors import InputError, RankError, RunError, bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
 from shardwise.core.tools.arguments import choice, integer, short_repr
-from shardwise.engine.checks.device_room import require_chosen
+from shardwise.derive.table import table_or_derived
+from shardwise.engine.batch import split
+from shardwise.engine.checks.device_room import require_chosen, require_room
+from shardwise.engine.options import EngineOptions
+from shardwise.engine.predict import Predictor
 from shardwise.models import user
 from shardwise.models.registry import find
 from shardwise.models.trainable import Loss, Trainable
-from shardwise.verify.causes import cause
+from shardwise.models.user import place_of
+from shardwise.prediction.prediction import Prediction
+from shardwise.techniques.data.wrap_policy import choose
+from shardwise.techniques.expert.apply import experts_in
+from shardwise.techniques.pipeline import stage_module, weight_stashing
+from shardwise.techniques.recompute import apply as recomputation
+from shardwise.techniques.tensor import apply as tensor_parallel
 from shardwise.verify.finding import Finding, pooled
-from shardwise.verify.inputs import Options, batch_norm_note, dropout_note
-from shardwise.verify.parity import prove
+from shardwise.verify.inputs import Options, batch_norm_note, dropout_note, without_dropout
+from shardwise.verify.oracles.batches import ROWS, ROWS_16, SEED
+from shardwise.verify.parity import BUILDING, alone_of, build_options, clip_of, engine_of, prove
 from shardwise.verify.report import Report, may_be_chance, report
-from shardwise.verify.smoke_test import require_bound, smoke_test
 
 MOST_STEPS = 1000
 MOST_MICROBATCHES = 512  # of two rows each
@@ -170,3 +182,218 @@ def _rows_of(batch: Any, count: int, seed: int) -> Any:
     orders = [torch.randperm(own, generator=generator) for _ in range(-(-count // own))]
     order = torch.cat(orders)[:count]
     return pytree.tree_map_only(Tensor, lambda x: x[order.to(x.device)] if x.dim() else x, batch)
+
+
+# --- the smoke test -------------------------------------------------------------------------------
+
+TENSORS = 4  # of the size of a parameter, on one process: it, its gradient, two states of AdamW
+
+
+def smoke_test(
+    model: str | Trainable, plan: Plan, options: Options | None = None
+) -> tuple[nn.Module, Options]:
+    """Train `model` for one step in the plan's precision; returns it, and the options to prove."""
+    found, options = _trained(model, plan), with_table(model, plan, options or Options())
+    choose(found, options.units)
+    tensor_parallel.table_for(found, plan, options.table)
+    starts = stage_module.stage_starts(found, plan, None, stage_module.calls_under(plan, found))
+    kinds = recomputation.recomputed_modules(found, plan, options.units, starts)
+    recomputation.on_host(found, plan, options.units, kinds, starts)
+    weight_stashing.require(found, plan, starts, EngineOptions())
+    return found, options
+
+
+def with_table(model: str | Trainable, plan: Plan, options: Options) -> Options:
+    """The options with a derived table, if the plan needs one and there is none."""
+    own = find(model)
+    batch = partial(own.batch, ROWS, SEED)
+    return replace(options, table=table_or_derived(options.table, plan, own.plain, batch, own.loss))
+
+
+def _trained(model: str | Trainable, plan: Plan) -> nn.Module:
+    trainable = find(model)
+    trainable.require_memory(TENSORS * (8 if plan.precision == "fp64" else 4))
+    _require_seeded(trainable)
+    if plan.precision in ("bf16", "fp16") and experts_in(trainable.plain()):
+        raise bad(
+            f"a proof in {plan.precision} of a mixture of experts: rounding sends tokens of "
+            "nearly equal scores to other experts than in one process",
+            "fp64 or fp32 for models with experts",
+            f"'{replace(plan, precision='fp64')}'",
+        )
+    name = trainable.name
+    if isinstance(model, str) and model.partition(":")[0] == "gpt":  # ours; a step may take long
+        return trainable.build()
+    plain, precision = Plan(precision=plan.precision), plan.precision
+    try:
+        engine = engine_of(trainable, plain, alone())
+        engine.step(trainable.batch(ROWS, SEED))
+        if precision in ("bf16", "fp16"):
+            precision = "fp64, with which 16 bits are compared,"
+            clip_of(alone_of(trainable, plain, engine.world.device), trainable, engine.world.device)
+    except InputError:
+        raise
+    except Exception as error:
+        raise bad(
+            f'the model "{name}", whose step in {precision} on one process gives '
+            f"{type(error).__name__}: {' '.join(str(error).split())} ({place_of(error, name)})",
+            "a model that trains on its own batches, in the precision of the plan",
+            "the same command, once it does: a mixture of transformers with "
+            'experts_implementation="eager"; fp32 in the plan if the model fixes its dtypes',
+        ) from error
+    return engine.model
+
+
+def _require_seeded(trainable: Trainable) -> None:
+    """Raise InputError for batches that differ between two calls, since each rank makes its own."""
+    one, other = (pytree.tree_leaves(trainable.batch(ROWS, SEED)) for _ in range(2))
+    pairs = [(a, b) for a, b in zip(one, other, strict=False) if isinstance(a, Tensor)]
+    same = (torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+    if len(one) != len(other) or not all(same):
+        raise bad(
+            f'make_batch of the model "{trainable.name}", which ignores its seed: two calls with '
+            "the same rows and seed return different batches",
+            "batches that depend only on rows and seed, because each rank makes its own",
+            "torch.randn(rows, ..., generator=torch.Generator().manual_seed(seed))",
+        )
+
+
+def require_bound(model: str | Trainable, plan: Plan, options: Options) -> None:
+    """Raise InputError if steps of a proof of `plan` on `model` exceed its bound, by prediction."""
+    require_room(plan, partial(_predicted, model, options))
+
+
+def _predicted(model: str | Trainable, options: Options, plan: Plan) -> Prediction:
+    """For the largest batch of the first rank."""
+    trainable = without_dropout(find(model))
+    fewest = ROWS_16 if plan.precision in ("bf16", "fp16") else ROWS
+    rows = plan.microbatches * max(ROWS, fewest // plan.microbatches)
+    plain = trainable.plain()
+    chosen = build_options(trainable, plan, options, plain)
+    return Predictor(plain, plan, chosen, ranks=plan.size).of(trainable.batch(rows, SEED))
+
+
+# --- why a proof fails ----------------------------------------------------------------------------
+
+# Each property of a model, its loss or its batches that no plan reproduces is tried in one process
+# without a plan, and the first that is true is named.
+
+#: The rows of the batches that are tried, and the relative difference of equal losses.
+TRIED, CLOSE = 4, 1e-5
+
+
+def cause(trainable: Trainable, findings: Sequence[Finding]) -> str:
+    """The property of the model that no plan reproduces; "" if none is found."""
+    with BUILDING, torch.random.fork_rng(devices=[]):
+        trial = Trial(without_dropout(trainable))
+        tried = (drawn(trial), carried(trial), summed(trial))
+    return next((text for text in (*tried, of_a_rank(findings)) if text), "")
+
+
+def of_a_rank(findings: Sequence[Finding]) -> str:
+    """Whether ranks compute different losses of one batch in one process."""
+    losses = [one.alone[0] for one in findings if one.alone]
+    if all(_close(loss, losses[0]) for loss in losses):
+        return ""
+    return (
+        f"The loss of one batch in one process is {losses[0]:.6g} on rank 0, and on another rank "
+        f"{next(x for x in losses if not _close(x, losses[0])):.6g}: the model or the loss depends "
+        "on the rank. All ranks must compute the same function of their rows."
+    )
+
+
+class Trial:
+    """The model in one process in fp64, in training mode, from the same buffers in each call."""
+
+    def __init__(self, trainable: Trainable) -> None:
+        oracle = alone_of(trainable, Plan(precision="fp64"), torch.device("cpu")).exact
+        self.model, self.task, self.dtype = oracle.model, oracle.task, oracle.dtype
+        self.batches = [trainable.batch(TRIED, SEED + 2 * k) for k in range(2)]
+        self.start = {name: b.clone() for name, b in self.model.named_buffers()}
+
+    @torch.no_grad()
+    def loss(self, batch: Any, seed: int = 0, *, kept: bool = False) -> float:
+        """The loss of a batch; the pass begins with the first buffers, unless `kept`."""
+        for name, b in () if kept else self.model.named_buffers():
+            b.copy_(self.start[name])
+        torch.manual_seed(seed)
+        return float(self.task.loss_of(self.model, batch, self.dtype))
+
+
+def drawn(trial: Trial) -> str:
+    """Whether a pass draws random numbers, and in which function."""
+    batch = trial.batches[0]
+    first, other, again = (trial.loss(batch, seed) for seed in (1, 2, 1))
+    if first != again:
+        return (
+            f"The loss of one batch is {first:.6g} and then {again:.6g}, with the same seed of "
+            "torch: the model or the loss draws random numbers of another generator, or keeps a "
+            "state between calls. A plan cannot draw the same ones."
+        )
+    if first == other:
+        return ""
+    with FirstDraw() as draw:
+        trial.loss(batch, 1)
+    return (
+        f"The forward pass draws random numbers ({draw.name or 'of torch'}), and each "
+        "rank draws its own, so no plan gives the numbers of one process. Dropout as a module, "
+        "nn.Dropout, is set to 0 by the proof; a call of torch.nn.functional.dropout or torch.rand "
+        "is not. To prove the rest, make its rate an attribute whose name has `drop` in it, or "
+        "switch it off."
+    )
+
+
+class FirstDraw(TorchFunctionMode):
+    """`name`: the first function that changes the state of torch's generator."""
+
+    name = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = torch.get_rng_state()
+        out = func(*args, **(kwargs or {}))
+        if not self.name and not torch.equal(before, torch.get_rng_state()):
+            self.name = getattr(func, "__name__", str(func))
+        return out
+
+
+def carried(trial: Trial) -> str:
+    """A buffer that a pass changes and later passes read."""
+    one, other = trial.batches
+    plain = trial.loss(other)
+    trial.loss(one)
+    changed = [n for n, b in trial.model.named_buffers() if not torch.equal(b, trial.start[n])]
+    if not changed or trial.loss(other, kept=True) == plain:
+        return ""
+    return (
+        f"A training pass changes the buffer {changed[0]}, and the loss depends on it. A rank has "
+        "other rows, or more microbatches, than one process, so its buffer differs. Compute it "
+        "from what all ranks have, or sum it over the data ranks (torch.distributed.all_reduce) in "
+        "the forward; spectral norm computes it anew in each microbatch."
+    )
+
+
+def summed(trial: Trial) -> str:
+    """Whether the loss is no mean over the tokens."""
+    tokens: Callable[[Any], int] = trial.task.tokens
+    batch = trial.batches[0]
+    halves = split(batch, 2, "halves")
+    whole, parts = trial.loss(batch), [trial.loss(half) for half in halves]
+    mean = sum(tokens(x) * part for x, part in zip(halves, parts, strict=True)) / tokens(batch)
+    if _close(whole, mean) or not math.isfinite(whole):
+        return ""
+    if _close(whole, sum(parts)):
+        return (
+            f"The loss is a sum over the rows: it is {whole:.6g} for {TRIED} rows, and "
+            f"{parts[0]:.6g} and {parts[1]:.6g} for their halves. It must be their mean, as with "
+            'reduction="mean".'
+        )
+    return (
+        f"The loss is no mean over the rows: it is {whole:.6g} for {TRIED} rows, and the mean of "
+        f"their halves is {mean:.6g}. If rows count differently, as by their number of tokens, "
+        "say so with tokens=. If rows are compared with each other, as in a contrastive loss or a "
+        "norm over the batch, a plan that divides the batch computes another loss."
+    )
+
+
+def _close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=CLOSE, abs_tol=1e-12)

@@ -7,48 +7,57 @@ engine has one pending when it loads.
 """
 
 import math
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from shardwise.core.errors import InputError, NonFiniteError
+from shardwise.comm.move import all_gather_object
+from shardwise.comm.world import World
+from shardwise.core.errors import InputError, NonFiniteError, bad
 from shardwise.core.tally import Key
 from shardwise.engine import memory
 from shardwise.engine.batch import copied as own_tensors
-from shardwise.engine.checks import hint
+from shardwise.engine.checks import validate
 from shardwise.engine.engine import Engine
 from shardwise.engine.state.box import Box
 from shardwise.observe.dry_twin import DryTwin, sent_bytes
 from shardwise.techniques.expert.apply import layers_of
-from shardwise.verify.costs import Costs
-from shardwise.verify.difference import Wholes, compared, ratio, scalar
-from shardwise.verify.finding import NEVER, BoxPlace, Errors, Finding, Parts, renamed
+from shardwise.verify.difference import (
+    EngineStep,
+    OracleStep,
+    Wholes,
+    compared,
+    expected_outputs,
+    oracle_state,
+    ratio,
+    returned,
+    scalar,
+    step_errors,
+    tensor_errors,
+)
+from shardwise.verify.finding import NEVER, BoxPlace, Costs, Errors, Finding, Parts, renamed
 from shardwise.verify.oracles import textbook
 from shardwise.verify.oracles.async_oracle import AsyncOracle
 from shardwise.verify.oracles.batches import IDLE_STEP, ROWS, SEED, Division, rows_of_step
 from shardwise.verify.oracles.loads import Choices
 from shardwise.verify.oracles.oracle import Oracle, in_eval_mode
 from shardwise.verify.oracles.oracles import LOSS_SCALE, Oracles, factor_of
-from shardwise.verify.oracles.replay import Replay, published
-from shardwise.verify.records import (
-    EngineStep,
-    OracleStep,
-    expected_outputs,
-    oracle_state,
-    returned,
-    step_errors,
-    tensor_errors,
-)
+from shardwise.verify.oracles.rounding import moment_errors, moments, published
 
 #: A loss scale at which every gradient in fp16 overflows, and the loss in fp32 does not.
 OVERFLOW: Final = 2.0**100
 #: The factor by which a bound on the gradient's norm is raised.
 LOOSE: Final = 2.0**10
+#: The value of every weight before a load.
+FORGOTTEN: Final = 0.5
 
 
 @dataclass
@@ -89,7 +98,7 @@ class Comparison:
         if not loaded:
             self.rate(engine, factor_of(step))
         idle, theory = division.idle, self.dry.step(engine, own, division.counts(whole))
-        with bounded(engine, step) as clip, hint.sharded(engine.plan, lambda: None):
+        with bounded(engine, step) as clip, validate.sharded(engine.plan, lambda: None):
             metrics = drawn(step, lambda: engine.step(own))
         expected = [
             drawn(step, lambda o=o: OracleStep.of(o, whole, clip, idle)) for o in self.oracles.all
@@ -203,8 +212,6 @@ class Comparison:
 
     def reload(self, saved: Engine, engine: Engine, step: int) -> None:
         """Load a checkpoint of `saved` into `engine`, and compare a step of it."""
-        from shardwise.verify.reloading import reload_engine  # takes long to import
-
         self._delay(engine, step)
         engine.scale.value *= 2.0  # the loaded one is another
         try:
@@ -219,14 +226,12 @@ class Comparison:
                 oracle.finish()
         after = self.apart()
         exact = self.oracles.unit == 0 or not isinstance(self.oracles.exact, Oracle)
-        update = None if exact else Replay.before(engine)
+        before = {} if exact else moments(engine)
         after.step(engine, step, loaded=True)
-        if update is not None:
-            update.take_gradients()
+        update = [] if exact else [moment_errors(engine, before)]
         after.state(engine)
         self.errors += [renamed(errors, "after loading") for errors in after.errors]
-        if update is not None:
-            self.errors.append(update.errors())
+        self.errors += update
         self.costs = after.costs
 
     def _delay(self, engine: Engine, step: int) -> None:
@@ -375,3 +380,50 @@ def drawn(step: int, act: Callable[[], Any]) -> Any:
     """Seed torch's generator by the step and call `act`, so that both runs draw alike."""
     torch.manual_seed(SEED + step)
     return act()
+
+
+# --- a checkpoint ---------------------------------------------------------------------------------
+
+
+def reload_engine(saved: Engine, fresh: Engine) -> Engine:
+    """Save `saved` to a temporary folder, and load it into `fresh`. Called by all ranks. All
+    weights of `fresh` are overwritten before: it has the seed of `saved`.
+    """
+    from shardwise.checkpoint import engines  # takes long to import
+
+    _forget(fresh)
+    world = saved.world
+    folder = _shared_folder(world)
+    try:
+        engines.save(saved, folder)
+        engines.load(fresh, folder)
+        world.barrier()
+    finally:
+        if world.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    return fresh
+
+
+def _shared_folder(world: World) -> Path:
+    """A temporary folder that all ranks see: the host's own, or one in the current folder."""
+    for place in (None, Path.cwd()):
+        own = tempfile.mkdtemp(prefix="shardwise-verify-", dir=place) if world.rank == 0 else ""
+        folder = Path(all_gather_object(own, world)[0])
+        if all(all_gather_object(folder.is_dir(), world)):
+            return folder
+        world.barrier()
+        if world.rank == 0:
+            folder.rmdir()
+    raise bad(
+        "a proof on several hosts, which see neither each other's temporary folder nor one here",
+        "a folder that all hosts share, for a checkpoint of the model",
+        "export TMPDIR=/a/shared/folder on rank 0, or the command in a shared folder",
+    )
+
+
+@torch.no_grad()
+def _forget(engine: Engine) -> None:
+    for flat in engine.flats:
+        for weights in (flat.full, flat.shard):
+            if weights.untyped_storage().nbytes():
+                weights.fill_(FORGOTTEN)

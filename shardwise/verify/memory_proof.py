@@ -32,7 +32,7 @@ from shardwise.observe.measured_timeline import StepMeter, measuring
 from shardwise.observe.meter import Live, Stray
 from shardwise.techniques.expert.apply import experts_in
 from shardwise.techniques.expert.expert_moves import Loads
-from shardwise.verify.costs import Costs
+from shardwise.verify.finding import Costs
 from shardwise.verify.oracles import textbook
 
 READ_AFTER: Final = (3, 10)

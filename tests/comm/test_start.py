@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from shardwise.comm.start import connect
-from shardwise.comm.start.connect import meet
+from shardwise.comm.start import peers
+from shardwise.comm.start.peers import meet
 from shardwise.comm.start.rendezvous import (
     Limits,
     Start,
@@ -178,7 +178,7 @@ def test_a_host_without_the_named_or_any_network_is_told(monkeypatch: pytest.Mon
 def test_each_meeting_at_an_agents_store_is_of_its_own(monkeypatch: pytest.MonkeyPatch):
     """Whoever comes first, no rank reads the id of an earlier meeting, or waits for a dead rank."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setattr(connect, "_LATER_S", 0.5)
+    monkeypatch.setattr(peers, "_LATER_S", 0.5)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     starts = [start(rank, server.port) for rank in range(2)]
     with pytest.raises(InputError, match="and rank 0 did not start"):

@@ -20,7 +20,7 @@ from shardwise.models.trainable import fill
 from shardwise.observe.dry_twin import ALONE, DryTwin
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.expert.apply import ExpertLayout
-from shardwise.verify.costs import Costs
+from shardwise.verify.finding import Costs
 from shardwise.verify.oracles.batches import Division
 from shardwise.verify.oracles.textbook import Uses
 from tests.engine.cases import (

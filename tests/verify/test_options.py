@@ -20,10 +20,8 @@ from shardwise.engine.predict import predict_with
 from shardwise.models.registry import find
 from shardwise.models.trainable import Loss, Trainable
 from shardwise.techniques.tensor.tensor_table import Table
-from shardwise.verify.causes import cause
-from shardwise.verify.command import model_of, verify
-from shardwise.verify.costs import Costs
-from shardwise.verify.finding import Finding
+from shardwise.verify.command import cause, model_of, verify
+from shardwise.verify.finding import Costs, Finding
 from shardwise.verify.inputs import Options, table_in
 from shardwise.verify.parity import build_options
 from tests.train.runs import ended

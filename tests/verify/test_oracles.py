@@ -30,11 +30,11 @@ from shardwise.models.trainable import Trainable
 from shardwise.techniques.expert.apply import layers_of
 from shardwise.techniques.expert.gate import GATES
 from shardwise.techniques.expert.moe_layer import ExpertPlace, name_layers
-from shardwise.verify.coverage import uncovered
 from shardwise.verify.finding import BoxPlace
 from shardwise.verify.oracles.batches import Division, ragged, rows_of_step
 from shardwise.verify.oracles.mixture_oracle import Mixture
 from shardwise.verify.parity import dry_twin, engine_of, equal_share, with_early_delays
+from shardwise.verify.report import uncovered
 from tests.verify import micro
 from tests.verify.test_command import shortly
 

@@ -1,4 +1,13 @@
-"""Ranks that watch each other's heartbeats: signs of life, with the place where the program is.
+"""Ranks that meet at the start of a run, and then watch each other's heartbeats.
+
+At the start all connect to the store of rank 0 or of torchrun's agent. Every other rank asks rank 0
+for the id of the meeting, until it answers: when all have asked, or when the time is over.
+
+    asks/r       = nonce          ------------>  rank 0 waits for all of these
+    answer/nonce = id, or who is missing  <----  run/id/...: the keys of this run alone
+
+The agent's store outlives the ranks, so rank 0 first removes what earlier ranks have asked: one who
+lives asks again.  An agent's count of restarts cannot be the id: another host's is no restart here.
 
     rank 0  <---->  rank 1, rank 2, ...       the first rank that has not left watches all others,
                                               and they watch it
@@ -22,6 +31,7 @@ import os
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -37,7 +47,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError, distributed_c10d
 
 from shardwise.comm.ledger import Ledger
-from shardwise.comm.start.rendezvous import Limits, host_number, launched, process
+from shardwise.comm.start.rendezvous import Limits, Start, host_number, launched, process
+from shardwise.core.errors import InputError
 from shardwise.core.tools.arguments import rank_names
 
 PEERS = "peers"  # the name of the threads
@@ -75,31 +86,25 @@ class HeartbeatMonitor:
     def __init__(self, limits: Limits, host: int) -> None:
         self.limits, self.host = limits, host
         self.beat: Heartbeat | None = None
-        self._silent_s = self._idle_s = self._cpu_s = 0.0
+        self._silent_s = self._cpu_s = 0.0
 
     def receive(self, beat: Heartbeat, elapsed_s: float) -> str:
         """Take the latest heartbeat, `elapsed_s` after the previous call. Returns the error of a
         rank that is frozen, or "".  If the monitor itself was stopped, that time does not count.
         """
-        elapsed_s = min(elapsed_s, 2 * self.limits.heartbeat_s)
-        if beat.left or beat != self.beat:
-            self.beat, self._silent_s, self._idle_s = beat, 0.0, 0.0
-            return ""
-        self._silent_s += elapsed_s
-        self._idle_s += elapsed_s
         local = beat.host == self.host and self.host
         state, cpu_s = process(beat.pid) if local else ("?", 0.0)
-        if state in "Rt" or cpu_s != self._cpu_s:  # t: in a debugger
-            self._idle_s, self._cpu_s = 0.0, cpu_s
-        long = self._silent_s >= self.limits.frozen_s
-        if state in "XZ" and long:
-            why = "has ended without leaving the run (killed, perhaps)"
-        elif state == "T" and long:
-            why = "is stopped (by SIGSTOP or the like)"
-        elif self._idle_s >= _UNSURE * self.limits.frozen_s:
-            why = "does not run" if local else "is on another host, which is frozen or unreachable"
-        else:
+        runs = state in "Rt" or cpu_s != self._cpu_s  # t: in a debugger
+        self._silent_s += min(elapsed_s, 2 * self.limits.heartbeat_s)
+        if beat.left or beat != self.beat or runs:
+            self._silent_s = 0.0
+        self.beat, self._cpu_s = beat, cpu_s
+        sure = state in "TXZ"
+        if self._silent_s < (1 if sure else _UNSURE) * self.limits.frozen_s:
             return ""
+        unsure = "does not run" if local else "is on another host, which is frozen or unreachable"
+        why = "has ended without leaving the run (killed, perhaps)" if sure else unsure
+        why = "is stopped (by SIGSTOP or the like)" if state == "T" else why
         return (
             f"its process {beat.pid} {why}. It has sent no heartbeat for {self._silent_s:.0f} s "
             "(SHARDWISE_FROZEN_S), and the other ranks would wait for it forever. It was last in "
@@ -285,9 +290,8 @@ def reported_failure(store: TCPStore) -> tuple[int, str] | None:
 #: A thread inside one of these files waits for other ranks.
 _COLLECTIVE_FILES = (str(Path(__file__).parent.parent), str(distributed_c10d.__file__))
 _TORCH = str(Path(torch.__file__).parent)
-_PACKAGE = str(Path(__file__).parents[2])
 _STDLIB = str(Path(contextlib.__file__).parent)
-_NOT_THE_PROGRAM = (_PACKAGE, _TORCH, _STDLIB, "<frozen ")
+_NOT_THE_PROGRAM = (str(Path(__file__).parents[2]), _TORCH, _STDLIB, "<frozen ")
 #: Files that call the program, whose frames and all outside them are not shown.
 HIDDEN_FILES = (str(Path(__file__).with_name("worker.py")), "<frozen runpy>")
 _BUSY = 0.2  # processors that a rank uses at most while no message moves
@@ -373,3 +377,74 @@ def place() -> str:
 def _outside(start: FrameType, inside: tuple[str, ...]) -> FrameType:
     frames = (frame for frame, _ in walk_stack(start))
     return next((f for f in frames if not f.f_code.co_filename.startswith(inside)), start)
+
+
+# --- the start: all ranks meet --------------------------------------------------------------------
+
+_TOLD_S = 1.0  # in which the others read who is missing, before rank 0 closes its store
+_LATER_S = 5.0  # how much longer than rank 0 the others wait for its answer
+
+
+def meet(start: Start, limits: Limits) -> Store:
+    """Connect all ranks of `start`, and return their store.
+    Our launcher notices a rank that exits, so there a missing rank is only slow, and the time limit
+    is that of a collective.  Raises InputError, with the missing ranks, if they do not connect.
+    """
+    limit_s = limits.patience_s if launched() else limits.start_s
+    deadline = time.monotonic() + limit_s
+    waited = f"rank {start.rank} waited {limit_s:.0f} s (SHARDWISE_START_TIMEOUT_S)"
+    ours = start.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    flags: Any = {"is_master": ours, "wait_for_workers": False, "multi_tenant": ours}
+    flags["timeout"] = timedelta(seconds=limit_s)
+    try:
+        store = TCPStore(start.host, start.port, start.size, **flags)
+    except RuntimeError as error:
+        raise InputError(
+            f"{waited} for the run's store at MASTER_ADDR={start.host}, MASTER_PORT={start.port}: "
+            f"{str(error).splitlines()[0]}. Rank 0 or its launcher has not started, the address is "
+            "wrong on this rank, or another program uses the port"
+        ) from error
+    asked = PrefixStore("shardwise", store)
+    try:
+        answer = (_ask if start.rank else _lead)(asked, start, deadline)
+        if answer.startswith("rank"):
+            raise InputError(
+                f"{waited} for {start.size} ranks (WORLD_SIZE), and {answer} did not start. Start "
+                "WORLD_SIZE processes, with ranks from 0 up and the same MASTER_ADDR and "
+                "MASTER_PORT. If they start far apart, set SHARDWISE_START_TIMEOUT_S"
+            )
+    except RuntimeError as error:  # the rank that served the store has given up
+        raise InputError(f"{waited} for {start.size} ranks; the run's store has closed") from error
+    return PrefixStore(f"shardwise/run/{answer}", store)
+
+
+def _ask(store: Store, start: Start, deadline: float) -> str:
+    """What rank 0 answers: the id of this meeting, or the ranks that are missing."""
+    nonce = uuid.uuid4().hex
+    while time.monotonic() < deadline + _LATER_S:
+        store.set(f"asks/{start.rank}", nonce)
+        if store.check([f"answer/{nonce}"]):
+            return store.get(f"answer/{nonce}").decode()
+        time.sleep(_GLANCE_S)
+    absent = [0, *_absent(store, start.size)]
+    store.delete_key(f"asks/{start.rank}")
+    return rank_names(absent)
+
+
+def _lead(store: Store, start: Start, deadline: float) -> str:
+    for rank in range(start.size):
+        store.delete_key(f"asks/{rank}")
+    while (absent := _absent(store, start.size)) and time.monotonic() < deadline:
+        time.sleep(_GLANCE_S)
+    answer = rank_names(absent) if absent else uuid.uuid4().hex
+    for rank in set(range(1, start.size)).difference(absent):
+        store.set(f"answer/{store.get(f'asks/{rank}').decode()}", answer)
+    time.sleep(_TOLD_S if absent else 0.0)
+    return answer
+
+
+def _absent(store: Store, size: int) -> list[int]:
+    keys = [f"asks/{rank}" for rank in range(1, size)]
+    if size == 1 or store.check(keys):
+        return []
+    return [rank for rank, key in enumerate(keys, start=1) if not store.check([key])]

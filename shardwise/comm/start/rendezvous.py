@@ -200,27 +200,19 @@ def require_loopback() -> None:
         ) from None
 
 
-def require_local(ranks: int) -> None:
-    """Raise InputError if so many processes on this machine are surely a mistake."""
+def require_local(ranks: int, plan: str = "") -> None:
+    """Raise InputError if so many processes on this machine are surely a mistake; for a `plan`, if
+    they are more than cores, so that it is probably meant for a cluster.
+    """
     cores = usable_cores()
-    most = max(_PER_MACHINE, _PER_CORE * cores)
+    most = cores if plan else max(_PER_MACHINE, _PER_CORE * cores)
     if ranks > most:
+        what = f"the plan '{plan}', which needs " if plan else ""
         raise bad(
-            f"{ranks} processes on this machine, of which {cores} processor cores can be used",
-            f"up to {most} processes here, and more on several machines with torchrun",
-            "fewer ranks, such as dp2",
-        )
-
-
-def require_cores(ranks: int, plan: str) -> None:
-    """Raise InputError for a plan of more processes than cores, probably meant for a cluster."""
-    cores = usable_cores()
-    if ranks > cores:
-        raise bad(
-            f"the plan '{plan}', which needs {ranks} processes, on a machine with {cores} "
-            f"processor core{'s' * (cores > 1)}",
-            f"up to {cores} processes without --nproc, and more with it",
-            f"--nproc {ranks}",
+            f"{what}{ranks} processes on this machine, with {cores} processor cores",
+            f"up to {most} processes here, and more {'with --nproc or ' * bool(plan)}on several "
+            "machines with torchrun",
+            f"--nproc {ranks}" if plan else "fewer ranks, such as dp2",
         )
 
 

@@ -37,7 +37,13 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Final
 
+import torch
+from torch import Tensor
+
+from shardwise.engine.engine import Engine
 from shardwise.verify.difference import ratio
 from shardwise.verify.finding import NEVER, Errors, Part, Parts
 
@@ -151,3 +157,52 @@ def _score(s: _RoundedSum, usual: float) -> float:
 
 def _most(least: float, by_chance: float) -> float:
     return max(least, math.sqrt(2) * math.exp(by_chance))
+
+
+# --- the update in 16 bits ------------------------------------------------------------------------
+#
+#     gradient in 16 bits ---> in 32 bits, unscaled: g ---> m = b m + (1 - b) g of AdamW, in 32 bits
+#
+# Gradients in 16 bits may differ from one process's by their rounding, which hides a second one
+# behind them. The first moment is in 32 bits: made again, it is equal but for the last digits.
+
+_MOMENT: Final = "optim/exp_avg/"
+#: The error that is allowed, relative to the largest value.
+_ROUNDING: Final = 4 * torch.finfo(torch.float32).eps
+
+#: By the name of a parameter, and the place of a rank's part in it.
+Moments = dict[tuple[str, tuple[int, ...]], Tensor]
+
+
+def moments(engine: Engine) -> Moments:
+    """Copies of the first moments on this rank."""
+    boxes = [box for box in engine.boxes() if box.name.startswith(_MOMENT)]
+    return {(b.name.removeprefix(_MOMENT), b.offsets): b.tensor.detach().clone() for b in boxes}
+
+
+def moment_errors(engine: Engine, before: Moments) -> Errors:
+    """The moments after a step, by those before it. Parameters without a gradient keep theirs."""
+    flats = [flat for flat in engine.flats if flat.trained]
+    pairs = (pair for f in flats for pair in zip(f.names, f.grads.used, strict=True))
+    used = {f"grad/{name}" for name, has in pairs if has}
+    boxes = [box for box in engine.gradients() if box.name in used]
+    gradients = {(b.name.removeprefix("grad/"), b.offsets): b.tensor.clone() for b in boxes}
+    after, facts, spec = moments(engine), dict[str, bool](), engine.optimizer.spec
+    for (name, at), gradient in gradients.items():
+        groups = (options for pattern, options in spec.groups.items() if fnmatch(name, pattern))
+        beta, _ = next(groups, {}).get("betas", spec.options["betas"])
+        found, start = after[name, at], before.get((name, at))
+        start = torch.zeros_like(found) if start is None else start
+        expected = start.lerp(gradient.to(found), 1 - beta)
+        allowed = _ROUNDING * expected.abs().max() if found.numel() else 0.0
+        facts[name] = facts.get(name, True) and bool(((found - expected).abs() <= allowed).all())
+    return Errors.of_facts("update", facts)
+
+
+def published(engine: Engine) -> Errors:
+    """Whether flat parameters in 16 bits are their rounded masters; `boxes()` finished updates."""
+    flats, facts = engine.optimizer.flats, dict[str, bool]()
+    for k, master in engine.optimizer.masters.items():
+        rounded, found = master.to(flats[k].dtype), flats[k].shard
+        facts[f"{flats[k].names[0]} in 16 bits"] = torch.equal(rounded.to(found.device), found)
+    return Errors.of_facts("update", facts)
