@@ -254,7 +254,7 @@ def _train(
     dry: bool,
 ) -> int:
     """Train in this process, start the ranks, or only check and predict; returns the exit code."""
-    from shardwise.comm.start.rendezvous import environment, launched, require_cores, require_local
+    from shardwise.comm.start.rendezvous import environment, launched, require_local
     from shardwise.core.plan.plan import Plan
     from shardwise.train.config import read
     from shardwise.train.prepare import hold_folder, prepare
@@ -275,7 +275,7 @@ def _train(
     with hold_folder(settings, start) as settled:
         prepare(settings, ranks, settled)
         if nproc is None:
-            require_cores(ranks, settings.plan.text)
+            require_local(ranks, settings.plan.text)
         if settled.resume and (done := finished_message(settings)):
             print(done)
             return 0

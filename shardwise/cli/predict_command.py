@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 import typer
 from rich.console import Console
 
-from shardwise.cli.configured import CONFIG, PLAN, PlannedModel, configured
+from shardwise.cli.configured import CONFIG, JSON, MODEL, PLAN, SEQUENCE, PlannedModel, configured
 from shardwise.cli.predict_table import Answer, answer, show
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan.plan import Plan
@@ -44,16 +44,11 @@ TIMELINE: Final = typer.Option(metavar="FILE", help="Draw the memory of a step, 
 def predict_command(
     plan: Annotated[str | None, PLAN] = None,
     *,
-    model: Annotated[
-        str | None,
-        typer.Option(help="gpt, llama:70b, hf:NAME, hf:./FOLDER, file.py:build and others."),
-    ] = None,
+    model: Annotated[str | None, MODEL] = None,
     batch: Annotated[
         int | None, typer.Option(help="Rows of the rank's batch; 2 a microbatch if not given.")
     ] = None,
-    sequence: Annotated[
-        int | None, typer.Option(help="Positions of a row; the model's own if not given.")
-    ] = None,
+    sequence: Annotated[int | None, SEQUENCE] = None,
     rank: Annotated[int, typer.Option(help="The rank to predict.")] = 0,
     table: Annotated[Path | None, TABLE] = None,
     cluster: Annotated[str | None, CLUSTER] = None,
@@ -70,7 +65,7 @@ def predict_command(
         bool, typer.Option("--measure", help="Measure the memory of a step too, on local ranks.")
     ] = False,
     device: Annotated[str | None, DEVICE] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Predict the memory and the traffic of any rank of a plan, without starting a process."""
     began = time.perf_counter()
@@ -237,10 +232,10 @@ def predict_request(
     from shardwise.engine.predict import predict_with
     from shardwise.models.registry import find
     from shardwise.verify import parity
+    from shardwise.verify.command import with_table
     from shardwise.verify.inputs import Options, table_in
     from shardwise.verify.oracles import batches
     from shardwise.verify.oracles.oracles import is_asynchronous
-    from shardwise.verify.smoke_test import with_table
 
     trainable = find(run.model)
     rows = batch or run.rows or ROWS * plan.microbatches

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.cli.configured import CONFIG, configured
+from shardwise.cli.configured import CONFIG, JSON, configured
 from shardwise.core.errors import bad
 from shardwise.core.schedule import draw
 from shardwise.core.schedule.clock import ActionCosts, Timeline, clock
@@ -53,7 +53,7 @@ def schedule_command(
         Path | None, typer.Option(metavar="FILE", help="Draw it: a .png or .svg file.")
     ] = None,
     config: Annotated[Path | None, CONFIG] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Draw a pipeline schedule and price it: makespan, bubble, activations, transfers."""
     request = Request(name, stages, microbatches, chunks, batches)

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.cli.configured import CONFIG, configured
+from shardwise.cli.configured import CONFIG, JSON, MODEL, SEQUENCE, configured
 from shardwise.cli.predict_command import new_console, predict_request, resized
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
@@ -44,24 +44,19 @@ def search_command(
         str, typer.Option(metavar="CLUSTER", help="a100-80gb, h100-sxm, h200, b200 or a file.")
     ],
     ranks: Annotated[int, typer.Option(help="Devices to plan for.")],
-    model: Annotated[
-        str | None,
-        typer.Option(help="gpt, llama:70b, hf:NAME, hf:./FOLDER, file.py:build and others."),
-    ] = None,
+    model: Annotated[str | None, MODEL] = None,
     config: Annotated[Path | None, CONFIG] = None,
     batch: Annotated[
         int | None, typer.Option(help="Rows of a step of all ranks; one a rank if not given.")
     ] = None,
-    sequence: Annotated[
-        int | None, typer.Option(help="Positions of a row; the model's own if not given.")
-    ] = None,
+    sequence: Annotated[int | None, SEQUENCE] = None,
     why: Annotated[
         str | None, typer.Option(metavar="PLAN", help="Explain what is wrong with this plan.")
     ] = None,
     measure: Annotated[
         int | None, typer.Option(metavar="N", help="Run the N best plans here, and rank by that.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Find the fastest plans that fit on a number of devices."""
     if measure is not None:
@@ -136,9 +131,9 @@ def _prediction(
     trainable: "Trainable", options: "EngineOptions", plan: Plan, rows: int, sequence: int | None
 ) -> "Prediction":
     from shardwise.engine.predict import predict_with
+    from shardwise.verify.command import with_table
     from shardwise.verify.inputs import Options
     from shardwise.verify.oracles import batches
-    from shardwise.verify.smoke_test import with_table
 
     least = plan.shares * plan.microbatches
     if rows % least:

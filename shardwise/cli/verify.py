@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from shardwise.cli.configured import CONFIG, PLAN, configured
+from shardwise.cli.configured import CONFIG, JSON, MODEL, PLAN, configured
 from shardwise.comm.start.rendezvous import environment
 from shardwise.verify.command import verify
 from shardwise.verify.inputs import Options, table_in
@@ -20,13 +20,8 @@ STEPS = 3
 def verify_command(
     plan: Annotated[str | None, PLAN] = None,
     *,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="gpt, gpt:SIZE, moe[:GATE[:CAPACITY]], hf:NAME, hf:./FOLDER or file.py:build."
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    model: Annotated[str | None, MODEL] = None,
+    as_json: Annotated[bool, JSON] = False,
     table: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Styles by module, TOML or JSON.")
     ] = None,

@@ -40,7 +40,6 @@ from shardwise.train.model import (
     batch,
     build,
     learning_rate,
-    predictor,
     with_least_offload,
 )
 from shardwise.train.prepare import PreparedRun, RunStart, hold_folder, prepare
@@ -237,8 +236,8 @@ def train_step(run: Run, mine: Batch) -> StepMetrics:
         if isinstance(error, NonFiniteError):
             raise _with_advice(run, error) from None
         if ran_out(error):
-            found = predictor(run.prepared, mine, run.engine.world.device)(run.engine.plan)
-            raise explained(error, run.engine, found) from error
+            at = run.engine.plan, run.engine.world.rank
+            raise explained(error, f"in step {run.engine.steps + 1}", *at) from error
         raise
 
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.world import World
-from shardwise.core.errors import RunError
 from shardwise.core.plan.plan import Plan
-from shardwise.engine.checks.device_room import AUTO, with_offload
+from shardwise.engine.checks.device_room import AUTO, explained, ran_out, with_offload
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer.optimizer_spec import Adafactor, AdamW, Lion, Muon, OptimizerSpec
 from shardwise.engine.options import EngineOptions
@@ -40,14 +39,10 @@ def build(prepared: PreparedRun, world: World) -> Engine:
     try:
         return _build_engine(prepared, world)
     except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError on a CPU
-        if isinstance(error, RuntimeError) and "alloc" not in str(error).lower().split("\n")[0]:
+        if not ran_out(error):
             raise
-        raise RunError(
-            f"Rank {world.rank} ran out of memory for its part of a model of "
-            f"{decoder.parameters(prepared.sizes):,} parameters under '{prepared.plan}' "
-            f"({str(error).splitlines()[0]}). A smaller model, or a plan that shards over more "
-            "ranks, may fit: --dry-run predicts the memory of a rank."
-        ) from error
+        what = f"for its part of a model of {decoder.parameters(prepared.sizes):,} parameters"
+        raise explained(error, what, prepared.plan, world.rank) from error
 
 
 def with_least_offload(prepared: PreparedRun, world: World) -> PreparedRun:

@@ -141,7 +141,7 @@ def test_more_processes_than_cores_are_started_only_where_asked(
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     code, _, said = ended(capsys, "train", str(EXAMPLE), "--plan", "tp3")
     assert code == 2
-    assert "the plan 'tp3', which needs 3 processes, on a machine with 2 processor cores" in said
+    assert "the plan 'tp3', which needs 3 processes on this machine, with 2 processor cores" in said
     assert said.strip().endswith("Write instead: --nproc 3.")
 
 
