@@ -22,14 +22,8 @@ from shardwise.core.mesh import Mesh
 from shardwise.engine.checks import consistency
 from shardwise.engine.options import EngineOptions
 from shardwise.observe.dry_twin import DryTwin
-from shardwise.techniques.data.checksum import (
-    WEIGHTS,
-    batch_hash,
-    batch_values,
-    bits_sum,
-    other_batches,
-    weighted,
-)
+from shardwise.techniques.data import checksum
+from shardwise.techniques.data.checksum import WEIGHTS, bits_sum, weighted
 from shardwise.techniques.data.same_on_ranks import SameOnRanks
 from tests.engine.cases import ranks_of, refusal
 from tests.engine.tensors import sent
@@ -187,8 +181,8 @@ def test_batches_are_compared_by_what_can_be():
     """The order of keys is no difference, nor is what is no tensor; what is beside a mask is. Of
     numbers that are not whole the last digits are no difference; a single value is.
     """
-    sums = partial(batch_values, device=torch.device("cpu"))
-    same = lambda *values: not other_batches(values)  # noqa: E731
+    sums = partial(checksum.batch_values, device=torch.device("cpu"))
+    same = lambda *values: not checksum.other_batches(values)  # noqa: E731
     zero, one, other = (sums(masked(*of)) for of in [(0,), (1,), (1, 5)])
     assert same(zero, one) and not same(one, other)
     x = torch.randn(40, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -200,7 +194,7 @@ def test_batches_are_compared_by_what_can_be():
     changed[7, 8] += 1
     assert not same(sums(ids), sums(changed))
     assert not same(sums([ids, 1.0]), sums([ids, 2.0]))
-    hashed = partial(batch_hash, hashes=2**20, device=torch.device("cpu"), floats=True)
+    hashed = partial(checksum.batch_hash, hashes=2**20, device=torch.device("cpu"), floats=True)
     assert hashed(ids) != hashed(ids.flip(0))
 
 
