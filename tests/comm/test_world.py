@@ -272,12 +272,10 @@ def test_each_set_of_ranks_is_opened_once_for_a_queue() -> None:
 
 # --- several hosts --------------------------------------------------------------------------------
 
-#: Every canonical plan of several ranks.
+#: Canonical plans with links in a host and between hosts; a gather, exchanges, rows between hosts.
 PLANS = [
-    plan
-    for name, plans in CANONICAL.items()
-    for plan in plans
-    if name != LONG and Plan.parse(plan).size > 1
+    *("tp2 sp", "cp2:ulysses", "dp2 ep2", "dp2 zero3 | head: tp2"),
+    *(p for k, of in CANONICAL.items() for p in of if k != LONG and Plan.parse(p).size > 2),
 ]
 
 
