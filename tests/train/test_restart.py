@@ -19,35 +19,35 @@ from tests.train import runs
 
 #: Kills rank 1 after step 1, and once more after step 5: what is killed at once leaves no
 #: checkpoint to go on from, what is killed later does.  A file counts, as the agents' own counts
-#: may differ.  The steps of fewer ranks than MOST are slow, so that the run can grow meanwhile.
+#: may differ.  While there is a file `slow` steps take long, so that the run can grow meanwhile.
 KILLER = """
 import os, pathlib, signal, time
 import shardwise as sw
 
-KILLS, MOST = pathlib.Path({kills!r}), {most}
+KILLS, SLOW = (pathlib.Path({folder!r}, name) for name in ("kills", "slow"))
 
 class Killer(sw.callbacks.Callback):
     all_ranks = True
 
     def run_began(self, run):
-        self.rank, self.ranks = run.rank, run.ranks
+        self.rank = run.rank
 
     def step_ended(self, step, metrics):
         killed = KILLS.read_text() if KILLS.exists() else ""
         if self.rank == 1 and step == (1, 5, None)[len(killed)]:
             KILLS.write_text(killed + "x")
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.5 * (self.ranks < MOST))
+        time.sleep(0.5 * SLOW.exists())
 
 def make():
     return Killer()
 """
 
 
-def killed(folder: Path, plan: str, most: int = 0, steps: int = 7) -> tuple[config.Config, str]:
+def killed(folder: Path, plan: str, steps: int = 7) -> tuple[config.Config, str]:
     """A run whose rank 1 is killed twice, and its file; the kills are counted in `folder`/kills."""
     callback, file = folder / "killer.py", folder / "config.toml"
-    callback.write_text(KILLER.format(kills=str(folder / "kills"), most=most))
+    callback.write_text(KILLER.format(folder=str(folder)))
     given = runs.settings(folder / "run", plan, steps=steps)
     given = runs.changed(given, "run", callbacks=(f"{callback}:make",))
     file.write_text(config.dump(given))
@@ -124,8 +124,9 @@ def agents(file: str) -> Iterator[tuple[Callable[[int], Program], Sequence[str]]
 def test_a_host_that_is_lost_and_returns_is_left_out_meanwhile(tmp_path: Path) -> None:
     """Under torchrun --nnodes 1:2 its agent and its rank are killed, and started again later."""
     straight = runs.run(runs.settings(tmp_path / "straight", "zero3 fp64", steps=60), 1)
-    given, file = killed(tmp_path, "zero3 fp64", most=3, steps=60)
+    given, file = killed(tmp_path, "zero3 fp64", steps=60)
     (tmp_path / "kills").write_text("xx")  # no rank is to end by itself
+    (tmp_path / "slow").touch()
 
     def trained_by(ranks: int) -> bool:
         return bool(found := read(given.folder)) and found[-1].ranks == ranks
@@ -138,6 +139,7 @@ def test_a_host_that_is_lost_and_returns_is_left_out_meanwhile(tmp_path: Path) -
         until(lambda: trained_by(1))
         with agent(1) as second:
             until(lambda: trained_by(2))
+            (tmp_path / "slow").unlink()
             texts = [each.communicate(timeout=240)[1] for each in (first, second)]
         assert (first.returncode, second.returncode) == (0, 0), texts
     assert_same_curve(read(given.folder), straight)
