@@ -18,6 +18,7 @@ from shardwise.models.gpt import GPT, SIZES, Block, GPTConfig
 from shardwise.models.registry import find
 from shardwise.techniques.data.wrap_policy import UnitSpec, choose
 from shardwise.techniques.pipeline.partition import balance_by_time, calls_of, misplaced, starts
+from tests.engine.zoo import ClassToken, Lists, Stack
 from tests.pool import run_threads
 
 
@@ -195,53 +196,25 @@ CONFIG = GPTConfig(
 )
 
 
-class Calls(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-class Patches(Calls):
-    """A vision transformer in outline: a class token at the root, blocks in a list, a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Parameter(torch.zeros(1, 1, 8))
-        self.embed = nn.Linear(4, 8)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 8) for _ in range(2))
-        self.norm = nn.LayerNorm(8)
-
-
-class Leaf(Calls):
+class Leaf(nn.Module):
     def __init__(self, shared: nn.Module | None = None) -> None:
         super().__init__()
         self.own = nn.Linear(2, 2)
         if shared is not None:
             self.shared = shared
 
-
-class Tower(Calls):
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-
-class Listed(Calls):
-    """Its parameters stand in lists, which nobody calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.zeros(2) for _ in range(3))
-        self.named = nn.ParameterDict({"a": torch.zeros(2)})
+    def forward(self, x: Tensor) -> Tensor:
+        return x
 
 
 def gpt_of(tied: bool = False) -> nn.Module:
     return GPT(GPTConfig(**{**CONFIG.__dict__, "tied": tied}))
 
 
-def tied_between_blocks() -> Tower:
+def tied_between_blocks() -> Stack:
     one, two = Leaf(), Leaf()
     two.own.weight = one.own.weight
-    return Tower(one, two)
+    return Stack(one, two)
 
 
 def names(specs: list[UnitSpec]) -> list[str]:
@@ -259,13 +232,13 @@ MODELS: dict[str, Any] = {
         nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 3
     ),
     "attention": lambda: nn.MultiheadAttention(8, 2),
-    "class token": Patches,
+    "class token": ClassToken,
     "one layer": lambda: nn.Linear(2, 2),
-    "listed blocks": lambda: Tower(Listed(), Listed()),
-    "same module twice": lambda: Tower(*[Leaf()] * 3),
-    "shared inside": lambda: Tower(*map(Leaf, [nn.Linear(2, 2)] * 2)),
+    "listed blocks": lambda: Stack(Lists(), Lists()),
+    "same module twice": lambda: Stack(*[Leaf()] * 3),
+    "shared inside": lambda: Stack(*map(Leaf, [nn.Linear(2, 2)] * 2)),
     "tied between blocks": tied_between_blocks,
-    "weight norm": lambda: Tower(parametrizations.weight_norm(nn.Linear(2, 2, bias=False)), Leaf()),
+    "weight norm": lambda: Stack(parametrizations.weight_norm(nn.Linear(2, 2, bias=False)), Leaf()),
     "empty list": lambda: nn.Sequential(nn.ModuleList(), nn.Linear(2, 2), nn.Identity()),
 }
 
@@ -296,16 +269,16 @@ def test_the_units_of_models():
     tied = choose(gpt_of(tied=True))[0]
     assert (tied.name, tied.shared, *held([tied])[""]) == ("", True, "embed.weight")
     assert isinstance(tied.modules[0], GPT)
-    found = held(choose(Patches()))
+    found = held(choose(ClassToken()))
     assert found[""] == ["token"]
     assert "layers.0.self_attn.out_proj.weight" in found["layers.0"]
     # the projection is read, and not called
     found = held(choose(nn.TransformerEncoderLayer(8, 2, 8), 1))
     assert {"self_attn.in_proj_weight", "self_attn.out_proj.weight"} <= set(found["self_attn"])
     specs = choose(tied_between_blocks(), Leaf)
-    assert isinstance(next(spec for spec in specs if spec.shared).modules[0], Tower)
+    assert isinstance(next(spec for spec in specs if spec.shared).modules[0], Stack)
     shared = nn.Linear(2, 2)
-    assert any(s.modules == [shared] for s in choose(Tower(Leaf(shared), Leaf(shared))))
+    assert any(s.modules == [shared] for s in choose(Stack(Leaf(shared), Leaf(shared))))
 
 
 @pytest.mark.cases(6)
