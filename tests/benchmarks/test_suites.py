@@ -20,7 +20,7 @@ from shardwise.core.zero import ROWS
 from shardwise.models.gpt import GPTConfig, parameters
 from tests.pool import run_gloo
 
-MICRO = GPTConfig(vocabulary=64, layers=4, width=32, heads=4, kv_heads=2, hidden=48, sequence=8)
+MICRO = GPTConfig(vocabulary=64, layers=2, width=32, heads=4, kv_heads=2, hidden=48, sequence=8)
 REFERENCE = SUITES["data"][0]
 TASK = Task("micro", MICRO, (REFERENCE,), rows=4, rounds=1, steps=2, warm_up=1)
 MIXTURES = ("experts 8", "experts 8 without ep", "torch loop", "DeepSpeed MoE")
@@ -45,7 +45,9 @@ def measured(world: World, task: Task) -> list[Record]:
 
 def rows_of(suite: str, names: tuple[str, ...]) -> dict[str, table.Line]:
     """The rows of two ranks, by contender; all that can run have the loss of the first of SAME."""
-    task = replace(TASK, contenders=names, rows=8 if suite == "pipeline" else 4)
+    task = replace(TASK, contenders=names)
+    if suite == "pipeline":  # of two stages on each rank
+        task = replace(task, rows=8, config=replace(MICRO, layers=4))
     rows = {row.contender: row for row in table.lines(task, run_gloo(2, measured, task))}
     assert tuple(rows) == names
     loss = rows[SAME[suite][0]].loss
