@@ -179,8 +179,7 @@ class ToMeta(TorchDispatchMode):
             if self.read and (read := self.read(func, args, kwargs)) is not NotImplemented:
                 return read
             if False in on_meta:
-                args = tree_map_only(Tensor, _moved, args)
-                kwargs = {k: tree_map_only(Tensor, _moved, x) for k, x in kwargs.items()}
+                args, kwargs = _all_moved(args), _all_moved(kwargs)
             if "device" in kwargs:  # x.to(y.device): the device that a tensor reports
                 kwargs = kwargs | {"device": torch.device("meta")}
             out = self.results(func, args, kwargs)
@@ -219,14 +218,14 @@ class AsOn(TorchFunctionMode):
             return func(*args, **kwargs) if found is None else found
         named = [kwargs[name] for name in ("query", "key", "value") if name in kwargs]
         inputs = [*args[:3], *named]
-        if not inputs[0].is_meta:  # a pass that computes values
+        if not any(x.is_meta for x in inputs):  # a pass that computes values
             return func(*args, **kwargs)
         mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
         drops = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
         causal = args[5] if len(args) > 5 else kwargs.get("is_causal", False)
         how = work.attention_on(self.kernels, inputs, mask, drops, causal=causal)
-        if how is None:
-            return func(*args, **kwargs)
+        if how is None:  # torch compares the devices before it dispatches
+            return func(*_all_moved(args), **_all_moved(kwargs))
         saves = 0 if self.record is None else self.record.tape.saves
         out = FusedAttention.apply(*inputs, mask, how)
         if self.record is not None:
@@ -248,5 +247,5 @@ def as_on(
         yield
 
 
-def _moved(x: Tensor) -> Tensor:
-    return x.to("meta")
+def _all_moved(values: Any) -> Any:
+    return tree_map_only(Tensor, lambda x: x.to("meta"), values)

@@ -9,8 +9,9 @@ view           not recorded: it moves nothing
 What is saved:
 
                 CPU                                     CUDA
-    attention   query, key, value, output, sums of      the same; scores in fp64, and with grouped
-                rows; scores with dropout               heads in fp32 or under a mask
+    attention   query, key, value, output, sums of      the same; scores in fp64, without a dim of
+                rows; scores with dropout and           heads, and with grouped heads in fp32 or
+                without a dim of heads                  under a mask
     RMS norm    what each of its operations saves       input, weight, the norm of each row
     dropout     the mask in the dtype of the input      a mask of one byte per element
 
@@ -25,6 +26,7 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from shardwise.prediction.time.issued import Operation
@@ -295,6 +297,12 @@ def fused_on(kernels: Kernels, func: Any, args: Any, kwargs: Any) -> Tensor | No
     return stands(*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs))
 
 
+def _without_memory(x: Tensor) -> Tensor:
+    """A tensor on the CPU of the shape and dtype of `x`, for torch's own choice of a kernel."""
+    last = x.shape[-1:] if x.stride()[-1:] == (1,) else (1,) * min(x.ndim, 1)
+    return torch.empty(last, dtype=x.dtype).expand(x.shape)
+
+
 def attention_on(
     kernels: Kernels,
     inputs: Sequence[Tensor],
@@ -304,12 +312,18 @@ def attention_on(
     causal: bool,
 ) -> Fused | None:
     """The fused kernel that computes attention of query, key and value; None if none does."""
-    query, key, _ = inputs
+    query, key, value = inputs
     if mask is not None and mask.requires_grad:
         return None
+    grouped = query.ndim > 2 and query.shape[-3] != key.shape[-3]
     if kernels == "cpu":
-        return None if drops else Fused(causal=causal)
-    if query.dtype in (torch.float16, torch.bfloat16) and mask is None:
+        small = [None if x is None else _without_memory(x) for x in (*inputs, mask)]
+        with _disable_current_modes():
+            fused = torch._fused_sdp_choice(*small, drops, causal, enable_gqa=grouped)
+        return Fused(causal=causal) if fused else None
+    if query.ndim != 4:
+        return None
+    alike = query.shape[-1] == value.shape[-1]
+    if query.dtype in (torch.float16, torch.bfloat16) and mask is None and alike:
         return Fused(seeds=2, drops=drops, causal=causal)
-    grouped = query.shape[-3] != key.shape[-3]
     return None if grouped or query.dtype == torch.float64 else Fused(32, 2, drops, causal)
