@@ -66,8 +66,8 @@ class Siblings(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         left, right = torch.tanh(self.a(x)), torch.tanh(self.b(x))
-        own = (y.unflatten(-1, (3, 2)) for y in (left, right, left))
-        both = torch.tanh(self.a(functional.scaled_dot_product_attention(*own).flatten(-2)))
+        q, k = (y.unflatten(-1, (3, 2)) for y in (left, right))
+        both = torch.tanh(self.a(functional.scaled_dot_product_attention(q, k, q).flatten(-2)))
         return x + self.c(torch.tanh(self.b(both)) * left)
 
 
