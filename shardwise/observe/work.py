@@ -317,9 +317,10 @@ def attention_on(
         return None
     grouped = query.ndim > 2 and query.shape[-3] != key.shape[-3]
     if kernels == "cpu":
-        small = [None if x is None else _without_memory(x) for x in (*inputs, mask)]
+        q, k, v = map(_without_memory, inputs)
+        at = None if mask is None else _without_memory(mask)
         with _disable_current_modes():
-            fused = torch._fused_sdp_choice(*small, drops, causal, enable_gqa=grouped)
+            fused = torch.ops.aten._fused_sdp_choice(q, k, v, at, drops, causal, enable_gqa=grouped)
         return Fused(causal=causal) if fused else None
     if query.ndim != 4:
         return None
