@@ -300,7 +300,7 @@ def fused_on(kernels: Kernels, func: Any, args: Any, kwargs: Any) -> Tensor | No
 def _without_memory(x: Tensor) -> Tensor:
     """A tensor on the CPU of the shape and dtype of `x`, for torch's own choice of a kernel."""
     last = x.shape[-1:] if x.stride()[-1:] == (1,) else (1,) * min(x.ndim, 1)
-    return torch.empty(last, dtype=x.dtype).expand(x.shape)
+    return torch.empty(last, dtype=x.dtype, device="cpu").expand(x.shape)
 
 
 def attention_on(
