@@ -27,7 +27,7 @@ from benchmarks.contenders.contender import Batch, Contender, Loop, Setup, Task,
 from benchmarks.contenders.roster import ROSTER
 from benchmarks.meters import LOOPBACK, CommunicationBytes, LiveBytes, sent_bytes
 from shardwise.models import gpt
-from shardwise.models.registry import of_gpt
+from shardwise.models.registry import of_sizes
 
 BATCHES = 4  # different batches, used in turn
 QUIET_S = 0.03  # how long the interface is watched after a turn
@@ -79,7 +79,7 @@ def measure(task: Task) -> list[Record]:
     """
     torch.set_num_threads(1)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    trainable = of_gpt(task.size, task.config)
+    trainable = of_sizes(task.size, task.config)
     batches = [trainable.batch(task.rows, seed) for seed in range(BATCHES)]
     original = trainable.build()
     setup = Setup(gpt.loss, gpt.Block, ranks, torch.device("cpu"))

@@ -30,7 +30,7 @@ from shardwise.core.errors import bad
 from shardwise.core.zero import ROWS, bytes_per_parameter
 from shardwise.models import gpt
 from shardwise.models.gpt import SIZES, GPTConfig
-from shardwise.models.registry import of_gpt
+from shardwise.models.registry import of_sizes
 
 #: 1.05e9 parameters.
 BILLION: Final = GPTConfig(
@@ -116,7 +116,7 @@ def compare(pair: Pair) -> DeviceLine:
     """A and B take turns, A first, for `rounds` rounds after two warm-up rounds."""
     gc.collect()  # frees the models of the previous pair, whose hooks and modules form cycles
     device = torch.device(pair.device)
-    trainable = of_gpt(pair.size, pair.config)
+    trainable = of_sizes(pair.size, pair.config)
     batch = trainable.batch(pair.rows, 0, device)
     setup = Setup(gpt.loss, gpt.Block, 1, device, pair.precision)
     model = _built(pair.size, pair.config, device)
@@ -131,7 +131,7 @@ def compare(pair: Pair) -> DeviceLine:
         losses = (turn[0][1], turn[1][1])
     times = times[2:]
     step_s = statistics.median(b for _, b in times)
-    flops = gpt.flops_per_token(pair.config) * pair.rows * pair.config.sequence
+    flops = pair.config.flops_per_token * pair.rows * pair.config.sequence
     kept = engine.memory()
     n_bytes = bytes_per_parameter(ROWS[pair.row], 1, *STATE_BYTES[pair.precision])
     return DeviceLine(
@@ -143,7 +143,7 @@ def compare(pair: Pair) -> DeviceLine:
         ratio=statistics.median(b / a for a, b in times),
         mfu=flops / step_s / measured_peak(device, DTYPES[pair.precision]),
         state_bytes=sum(kept[kind] for kind in ("parameters", "gradients", "optimizer")),
-        predicted_bytes=round(n_bytes * gpt.parameters(pair.config)),
+        predicted_bytes=round(n_bytes * pair.config.parameters),
         loss=losses[1],
         plain_loss=losses[0],
     )
@@ -161,7 +161,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype) -> float:
 @lru_cache(maxsize=1)
 def _built(size: str, config: GPTConfig, device: torch.device) -> nn.Module:
     """The initial model; to draw its weights takes longer than the steps."""
-    return of_gpt(size, config).build(device)
+    return of_sizes(size, config).build(device)
 
 
 def bare_loop(model: nn.Module, setup: Setup) -> Loop:

@@ -29,7 +29,7 @@ from benchmarks.measure import Record
 from shardwise.core.layouts.layout import I, Move, P, Placement, R, S, price
 from shardwise.core.schedule.library import LIBRARY, build
 from shardwise.core.zero import ROWS, step_moves
-from shardwise.models.gpt import GPTConfig, parameters
+from shardwise.models.gpt import GPTConfig
 
 MIB = 2**20
 LATE = 0.01  # the fraction of a contender's bytes that may be sent after its step without a note
@@ -200,9 +200,9 @@ def least_bytes(row: str, task: Task, ranks: int) -> int:
     if row.partition(":")[0] in LIBRARY:
         return pipeline_bytes(row, task, ranks)
     if row in ROWS:
-        moves = step_moves(ROWS[row], parameters(task.config), ranks)
+        moves = step_moves(ROWS[row], task.config.parameters, ranks)
     elif row == "cp":
-        moves = step_moves(ROWS["ddp"], parameters(task.config), ranks)
+        moves = step_moves(ROWS["ddp"], task.config.parameters, ranks)
         return round((sum(move.sent for move in moves) + context_numel(task, ranks)) * FP32_BYTES)
     else:
         moves = tensor_moves(task.config, task.rows, ranks, sequence="sp" in row.split())

@@ -18,7 +18,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.models import gpt
 from shardwise.models.gpt import SIZES
-from shardwise.models.registry import of_gpt
+from shardwise.models.registry import of_sizes
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -118,7 +118,7 @@ def main(size: str = "small", devices: str = "2") -> None:
     """Measure, print the medians in ms, and draw the step of median length."""
     torch.set_num_threads(1)
     names = ["cpu"] * int(devices)
-    trainable = of_gpt(size, SIZES[size])
+    trainable = of_sizes(size, SIZES[size])
     module, batch = trainable.build(), trainable.batch(ROWS, 0)
     assert isinstance(module, gpt.GPT)
     steps = [one(module, batch, names) for _ in range(STEPS)][2:]

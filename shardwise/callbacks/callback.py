@@ -92,10 +92,6 @@ class Callbacks:
     """
 
     def __init__(self, callbacks: Sequence[Callback], world: "World | None" = None) -> None:
-        if not isinstance(callbacks, Sequence):
-            raise bad(
-                "Callbacks without a list", "a list of callbacks", "Callbacks([TensorBoard()])"
-            )
         for each in callbacks:
             _require(each)
         self._rank, self._ranks = (world.rank, world.size) if world else (0, 1)

@@ -45,8 +45,7 @@ class TensorBoard(Callback):
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)
 
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.step_ended(step, metrics)
+    evaluated = step_ended
 
     def run_ended(self, error: BaseException | None) -> None:
         if self._board is not None:
@@ -94,8 +93,7 @@ class WandB(Callback):
     def step_ended(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({**metrics, "step": step})
 
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.step_ended(step, metrics)
+    evaluated = step_ended
 
     def run_ended(self, error: BaseException | None) -> None:
         if self._run is not None:
@@ -163,8 +161,7 @@ class MLflow(Callback):
         logged = [Metric(name, value, now_ms, step) for name, value in metrics.items()]
         self._client.log_batch(self._id, metrics=logged, synchronous=False)
 
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.step_ended(step, metrics)
+    evaluated = step_ended
 
     def run_ended(self, error: BaseException | None) -> None:
         if self._id:

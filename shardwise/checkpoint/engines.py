@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardwise.checkpoint import storage as reading
+from shardwise.checkpoint import load as reading
 from shardwise.checkpoint.folder import (
     CHECKPOINTS,
-    SCALARS,
+    MANIFEST,
     all_in,
     as_path,
     damaged,
@@ -28,6 +28,7 @@ from shardwise.checkpoint.folder import (
     step_of,
 )
 from shardwise.checkpoint.folder import prune as remove_old
+from shardwise.checkpoint.load import Check
 from shardwise.checkpoint.lock import RUN_LOCK
 from shardwise.checkpoint.open_checkpoint import (
     IMPORTED,
@@ -38,8 +39,7 @@ from shardwise.checkpoint.open_checkpoint import (
 from shardwise.checkpoint.pending import PendingCheckpoint
 from shardwise.checkpoint.save import PlannedSave, described
 from shardwise.checkpoint.save_plans import Pages
-from shardwise.checkpoint.storage import Check
-from shardwise.comm.move import broadcast
+from shardwise.comm.move import on_rank_zero
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, bad
 from shardwise.core.tools.arguments import MOST_COUNT, flag, integer
@@ -155,12 +155,15 @@ def _asked(
     if isinstance(trained, Engine):
         scalars = {"step": trained.steps, "engine": trained.scalars()}
     else:
-        number = _next(trained.world, folder) if step is None else step
-        scalars = {"step": number, LOOP: trained.scalars()}
+        if step is None:
+            step = 1 + on_rank_zero(lambda: max([0, *map(step_of, all_in(folder))]), trained.world)
+        scalars = {"step": step, LOOP: trained.scalars()}
     scalars["values"] = packed
     boxes = _of_extra(tensors, trained.world)
     prune = None if keep is None else partial(remove_old, folder, keep)
-    return planned_save(trained, folder, scalars, prune, _lock_of_a_run(folder), boxes)
+    lock = folder.parent / RUN_LOCK
+    locks = [lock] if folder.name == CHECKPOINTS and lock.exists() else []
+    return planned_save(trained, folder, scalars, prune, locks, boxes)
 
 
 def _of_extra(tensors: Mapping[str, Tensor], world: World) -> list[Box]:
@@ -176,11 +179,6 @@ def _require_same_call(
     require_same(trained.world, named, f"the same call of {caller} on all ranks")
 
 
-def _lock_of_a_run(folder: Path) -> list[Path]:
-    file = folder.parent / RUN_LOCK
-    return [file] if folder.name == CHECKPOINTS and file.exists() else []
-
-
 def _trained(given: Any, optimizer: Any, caller: str) -> Engine | PlainLoop:
     if not isinstance(given, Engine):
         return PlainLoop(given, optimizer, caller)
@@ -191,12 +189,6 @@ def _trained(given: Any, optimizer: Any, caller: str) -> Engine | PlainLoop:
             f"{caller}(engine, folder)",
         )
     return given
-
-
-def _next(world: World, folder: Path) -> int:
-    newest = max([0, *(step_of(path) for path in all_in(folder))])
-    number = torch.tensor([newest], dtype=torch.int64, device=world.device)
-    return 1 + int(broadcast(number, world.everyone).item())
 
 
 def planned_save(
@@ -273,11 +265,9 @@ def load(
     given = {"folder": str(folder.absolute()), "missing_ok": missing_ok}
     _require_same_call(trained, "sw.load", given)
     trained.world.background.settle()
-    if missing_ok:
-        found = is_checkpoint(folder) or bool(all_in(folder))
-        told = torch.tensor([found], dtype=torch.uint8, device=trained.world.device)
-        if not broadcast(told, trained.world.everyone).item():
-            return {}
+    world = trained.world
+    if missing_ok and not on_rank_zero(lambda: is_checkpoint(folder) or all_in(folder), world):
+        return {}
     if over := passed_over(folder):
         warnings.warn(over, stacklevel=2)
     return fill(trained, folder, partial(_require_all, trained)).get("extra", {})
@@ -305,7 +295,14 @@ def fill(trained: Engine | PlainLoop, folder: Path, check: Check) -> dict[str, A
     def checked(opened: OpenCheckpoint) -> None:
         """Raise InputError unless it is a checkpoint of the same kind and passes `check`."""
         if kind not in opened.scalars:
-            raise _of_another_kind(opened, kind)
+            other = "a module" if kind == LOOP else "an engine"
+            raise bad(
+                f"a checkpoint in '{opened.path}' without {other}'s state",
+                "one that an engine or shardwise train wrote, for an engine; one of a module, for "
+                "a module",
+                "sw.load(engine, folder), sw.load(module, folder, optimizer=optimizer), or "
+                "shardwise checkpoint export, for the weights alone",
+            )
         if kind == "engine":
             validate.scalars(opened.scalars[kind])
         check(opened)
@@ -330,21 +327,7 @@ def _boxes(trained: Engine | PlainLoop, opened: OpenCheckpoint, said: dict[str, 
     except InputError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-        raise damaged(opened.path / SCALARS, f"{type(error).__name__}: {error}") from error
-
-
-def _of_another_kind(opened: OpenCheckpoint, kind: str) -> InputError:
-    if kind == "engine":
-        return bad(
-            f"a checkpoint in '{opened.path}' without an engine's state",
-            "one written by sw.save or shardwise train",
-            "sw.save(engine, folder)",
-        )
-    return bad(
-        f"a checkpoint in '{opened.path}' that sw.save(module, ...) has not written",
-        "a checkpoint of a module wrapped by sw.DDP, sw.FSDP or sw.Pipe",
-        "sw.load(engine, folder); or shardwise checkpoint export, for the weights alone",
-    )
+        raise damaged(opened.path / MANIFEST, f"{type(error).__name__}: {error}") from error
 
 
 def _peek(folder: Path) -> OpenCheckpoint | None:

@@ -21,22 +21,20 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from shardwise.checkpoint.folder import (
     CHECKPOINTS,
-    SCALARS,
     TOKENIZER,
     TOKENIZER_FILES,
     all_in,
-    damaged,
     find,
     is_whole,
     remove,
 )
 from shardwise.checkpoint.lock import RUN_LOCK
-from shardwise.checkpoint.metadata import read_piece
 from shardwise.checkpoint.open_checkpoint import (
     IMPORTED,
     MODEL,
     OpenCheckpoint,
     open_checkpoint,
+    read_piece,
     require_content,
 )
 from shardwise.checkpoint.save import save
@@ -88,7 +86,7 @@ def export(
     """
     opened = open_checkpoint(find(_checkpoints(run)))
     require_content(opened)
-    model = _model(opened)
+    model: dict[str, Any] = opened.scalars.get("model") or {}  # `described` in save.py
     names = _names(opened, model)
     empty = {
         name: torch.empty(_saved(opened, key).size, dtype=_dtype(opened, key, dtype), device="meta")
@@ -175,21 +173,6 @@ def _require_own_names(weights: WeightsFolder) -> None:
             "folders with the names of the model's own parameters",
             f"shardwise train CONFIG.toml --model hf:{weights.path}",
         )
-
-
-def _model(opened: OpenCheckpoint) -> dict[str, Any]:
-    """The description of the model (`described` in save.py). Raises InputError if it is damaged."""
-    model: Any = opened.scalars.get("model") or {}
-    try:
-        names = [*model.get("transient", ())]
-        for first, *others in model.get("tied", ()):
-            names += [first, *others]
-        tables = {type(model.get(key)) for key in ("config", "generation")}
-        if {*map(type, names)} <= {str} and tables <= {dict, type(None)}:
-            return model
-    except (TypeError, ValueError, AttributeError):
-        pass
-    raise damaged(opened.path / SCALARS, "its description of the model is none")
 
 
 def _names(opened: OpenCheckpoint, model: Mapping[str, Any]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """The folder of checkpoints: publishing, finding and removing them, always keeping a complete one.
 
-    step-000100/           a checkpoint: files of tensors, .metadata, scalars.json, manifest.json
+    step-000100/           a checkpoint: files of tensors, .metadata, manifest.json
     step-000200/
     latest                 the name of the newest, a line of text
     .saving-step-000300/   one being written; becomes step-000300 by one rename when it is complete
@@ -18,13 +18,14 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from shardwise.core.errors import InputError, RunError, bad, causes, expanded
 from shardwise.core.tools.arguments import integer
 
-METADATA, SCALARS, MANIFEST = ".metadata", "scalars.json", "manifest.json"
+METADATA, MANIFEST = ".metadata", "manifest.json"
 LATEST = "latest"
 CHECKPOINTS = "checkpoints"  # the folder of checkpoints inside a run's folder
 TOKENIZER = "tokenizer"  # the folder of the run's tokenizer, inside a run's folder
@@ -80,12 +81,12 @@ def unfinished(folder: Path, step: int) -> Path:
 
 
 def is_whole(path: Path) -> bool:
-    return (path / METADATA).is_file() and (path / SCALARS).is_file()
+    return (path / METADATA).is_file() and (path / MANIFEST).is_file()
 
 
 def is_checkpoint(path: Path) -> bool:
     """Complete, or named after a step with a file missing."""
-    files = (path / name for name in (METADATA, SCALARS, MANIFEST))
+    files = (path / name for name in (METADATA, MANIFEST))
     return is_whole(path) or (is_named_by_step(path) and any(map(os.path.lexists, files)))
 
 
@@ -153,7 +154,7 @@ def best_in(folder: str | os.PathLike[str]) -> Path | None:
 def _validation(path: Path) -> float:
     """Infinity if a checkpoint's scalars have no validation loss."""
     try:
-        loss = json.loads((path / SCALARS).read_text(encoding="utf-8"))["scalars"]["validation"]
+        loss = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["scalars"]["validation"]
         return loss if isinstance(loss, float) and not math.isnan(loss) else math.inf
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return math.inf
@@ -263,20 +264,30 @@ def free_bytes(folder: Path) -> float:
 
 def damaged(file: Path, why: str) -> InputError:
     """The error for a file whose contents differ from the saved ones."""
-    path = file.parent
-    others = [other.name for other in all_in(path.parent) if other != path]
-    if others:
-        removed = f"rm -r {shlex.quote(str(path))}"
-        instead = f"{removed}, then the same command; it continues from {others[-1]}"
-    else:
-        instead = (
-            f"a backup copy of '{path}' (there is no other checkpoint beside it), or a new run "
-            "(shardwise train with --overwrite)"
-        )
-    return bad(f"the file '{file}', which is damaged ({why})", "an undamaged checkpoint", instead)
+    return bad(
+        f"the file '{file}', which is damaged ({why})",
+        "an undamaged checkpoint",
+        f"rm -r {shlex.quote(str(file.parent))}, then the same command, which continues from the "
+        "checkpoint before it; if there is none, a copy of the damaged one, or a new run",
+    )
 
 
-def unread(file: Path, error: OSError) -> InputError:
+@contextmanager
+def reading(file: Path) -> Iterator[Path]:
+    """Any error in the block is an InputError about the file, which cannot be read or is damaged.
+    A damaged pickle, archive or JSON can raise any error.
+    """
+    try:
+        yield file
+    except InputError:
+        raise
+    except OSError as error:
+        raise _unread(file, error) from None
+    except Exception as error:  # noqa: BLE001
+        raise damaged(file, f"{type(error).__name__}: {error}".splitlines()[0]) from None
+
+
+def _unread(file: Path, error: OSError) -> InputError:
     """A file that could not be read is damaged only if it is missing or no regular file. Without
     permission, or while a disk or a server does not answer, its contents may be right.
     """

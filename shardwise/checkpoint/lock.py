@@ -16,7 +16,7 @@ import socket
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -29,34 +29,16 @@ RUN_LOCK, SAVING_LOCK = "run.lock", "saving.lock"
 NO_LOCKS: Final = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 
-class LockedError(Exception):
-    """Another process or thread holds the lock; the text says which."""
-
-
 @contextmanager
-def only_writer(path: Path, file: Path, patience_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock `file` of the folder `path`."""
-    with ExitStack() as held:
-        try:
-            held.enter_context(locked(file, patience_s))
-        except LockedError as error:
-            raise bad(
-                f"'{path}', where another process is writing ({error})",
-                "one writer of a folder at a time; nothing was changed",
-                "the same command when that process has ended, or another folder",
-            ) from None
-        yield
-
-
-@contextmanager
-def locked(file: Path, patience_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock `file`. Makes its folder, which is removed at the end if it is empty then.
-    Raises LockedError if it is held for `patience_s`, and OSError; warns where files have no locks.
+def locked(file: Path, patience_s: float = 0.0, folder: Path | None = None) -> Iterator[None]:
+    """Hold the lock `file` on `folder`; None: on its own. Makes its own folder, which is removed at
+    the end if it is empty then. Raises InputError if another process or thread holds it for
+    `patience_s`, and OSError; warns where files have no locks.
     """
     made = [one for one in (file.parent, *file.parent.parents) if not one.exists()]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        opened = _acquire(file, time.monotonic() + patience_s)
+        opened = _acquire(file, time.monotonic() + patience_s, folder or file.parent)
         try:
             yield
         finally:
@@ -67,7 +49,7 @@ def locked(file: Path, patience_s: float = 0.0) -> Iterator[None]:
                 one.rmdir()
 
 
-def _acquire(file: Path, until_s: float) -> int:
+def _acquire(file: Path, until_s: float, folder: Path) -> int:
     while True:
         opened = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
@@ -76,7 +58,11 @@ def _acquire(file: Path, until_s: float) -> int:
                 _sign(opened)
                 return opened
             if not free and time.monotonic() >= until_s:
-                raise LockedError(_holder(opened))
+                raise bad(
+                    f"'{folder}', where another process is writing ({_holder(opened)})",
+                    "one writer of a folder at a time; nothing was changed",
+                    "the same command when that process has ended, or another folder",
+                )
         except BaseException:
             os.close(opened)
             raise

@@ -1,17 +1,25 @@
 """Opening a checkpoint: its small files, checked to belong together, and its contents.
 
-    manifest.json -> scalars.json, .metadata      checked by hash, then parsed
+    manifest.json -> numbers of the engine and the program
+                  -> .metadata                    checked by hash, then parsed
                   -> files of tensors             checked by length; by hash if asked
+    .metadata     -> each tensor's shape, dtype and pieces, and each piece's file, offset, length
 
-The manifest has the length and SHA-256 of each file, a random id of the save, which is also in
-scalars.json, and its own hash. It is written last. When saving, each rank hashes the files it has
-written. When loading, the ranks share the hashing before anything is written into an engine.
+The manifest has the length and SHA-256 of each file, a random id of the save, and its own hash. It
+is written last. When saving, each rank hashes the files it has written. When loading, the ranks
+share the hashing before anything is written into an engine.
+
+torch.distributed.checkpoint writes the index as a pickle, and `pickle.load` would call any function
+that a pickle names. This reader constructs nothing but the index's own classes, and torch.load
+reads pieces with weights_only. So a checkpoint from elsewhere runs no code.
 """
 
 import hashlib
+import io
 import json
 import math
 import os
+import pickle
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -20,15 +28,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from shardwise.checkpoint import folder as folders
-from shardwise.checkpoint.folder import MANIFEST, METADATA, SCALARS, damaged, find, unread
-from shardwise.checkpoint.metadata import Piece, pieces_of, read_metadata
+from shardwise.checkpoint.folder import MANIFEST, METADATA, damaged, find, reading
+from shardwise.checkpoint.save_plans import check_whole
 from shardwise.core.errors import bad, open_regular, read_text
 from shardwise.core.tools.arguments import is_count, short_repr
 
-MANIFEST_FORMAT: Final = "shardwise manifest 1"
+#: The first entry of a manifest.
+FORMAT: Final = "shardwise 3"
 #: Bytes of the largest manifest, some 400,000 files.
 MOST_BYTES: Final = 2**26
 
@@ -43,14 +53,16 @@ class Seal:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of one save, by name."""
+    """One save: its random id, the ranks that made it, its numbers, and its files by name."""
 
     save: str
-    step: int
+    ranks: int
+    scalars: dict[str, Any]
     files: Mapping[str, Seal]
 
     def text(self) -> str:
-        body: dict[str, Any] = {"format": MANIFEST_FORMAT, "save": self.save, "step": self.step}
+        body: dict[str, Any] = {"format": FORMAT, "save": self.save, "ranks": self.ranks}
+        body["scalars"] = self.scalars
         body["files"] = {name: asdict(seal) for name, seal in sorted(self.files.items())}
         body["sha256"] = hashlib.sha256(json.dumps(body).encode()).hexdigest()
         return json.dumps(body, indent=2) + "\n"
@@ -69,24 +81,25 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 def read_manifest(path: Path) -> Manifest:
     """Raises InputError if it is missing, damaged or belongs to a checkpoint of another step."""
     file = path / folders.MANIFEST
-    try:
+    with reading(file):
         text = read_text(file, MOST_BYTES)
-    except OSError as error:
-        raise unread(file, error) from None
-    except ValueError as error:
-        raise damaged(file, str(error)) from None
-    try:
         body = json.loads(text)
         files = {name: Seal(**each) for name, each in body["files"].items()}
-        manifest = Manifest(body["save"], body["step"], files)
-        same = manifest.text() == text and all(name == Path(name).name for name in files)
-        same &= type(manifest.step) is int and type(manifest.save) is str
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        same = False
-    if not same:
-        raise damaged(file, "its own hash does not match")
-    if folders.is_named_by_step(path) and folders.step_of(path) != manifest.step:
-        raise damaged(file, f"it is of step {manifest.step}")
+        if body["format"] != FORMAT:
+            raise bad(
+                f"'{file}' in the format {short_repr(body['format'])}",
+                f"checkpoints in the format '{FORMAT}', which this version of shardwise reads",
+                "the version of shardwise that saved it, whose 'shardwise checkpoint export' "
+                "writes its weights as safetensors for any version",
+            )
+        manifest = Manifest(body["save"], body["ranks"], body["scalars"], files)
+        if manifest.text() != text or any(name != Path(name).name for name in files):
+            raise damaged(file, "its own hash does not match")
+        ranks, step = manifest.ranks, manifest.scalars.get("step")
+        if type(ranks) is not int or ranks < 1 or type(manifest.save) is not str:
+            raise damaged(file, "its ranks or its id are missing")
+    if not is_count(step) or (folders.is_named_by_step(path) and folders.step_of(path) != step):
+        raise damaged(file, f"its step is {short_repr(step)}")
     return manifest
 
 
@@ -94,10 +107,8 @@ def require_sizes(path: Path, manifest: Manifest) -> None:
     """Raise InputError unless every file exists with its length. Reads no file."""
     for name, sealed in manifest.files.items():
         file = path / name
-        try:
+        with reading(file):
             found = file.stat()
-        except OSError as error:
-            raise unread(file, error) from None
         if not stat.S_ISREG(found.st_mode):
             raise damaged(file, "it is no regular file")
         if found.st_size != sealed.bytes:
@@ -110,19 +121,89 @@ def require_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
         file = path / name
         if name not in manifest.files:
             raise damaged(path / folders.MANIFEST, f"it does not name {name}")
-        if _sealed(file) != manifest.files[name]:
+        with reading(file):
+            found = seal(file)
+        if found != manifest.files[name]:
             raise damaged(file, "its SHA-256 is not the one in the manifest")
 
 
-def _sealed(file: Path) -> Seal:
-    try:
-        return seal(file)
-    except OSError as error:
-        raise unread(file, error) from None
+# --- the index of the tensors ---------------------------------------------------------------------
+
+#: What an index may name, by module; also dtypes.
+_ALLOWED: Final = {
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": {"PosixPath", "WindowsPath"},  # the path at the time of saving, unused
+    "pathlib._local": {"PosixPath", "WindowsPath"},
+}
 
 
-#: The first entry of scalars.json.
-FORMAT = "shardwise 2"
+@dataclass(frozen=True)
+class Piece:
+    """`length` bytes of a file, with a tensor of these sizes and dtype."""
+
+    file: Path
+    offset: int
+    length: int
+    sizes: torch.Size
+    dtype: torch.dtype
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        dtype = getattr(torch, global_name, None) if module_name == "torch" else None
+        if global_name in _ALLOWED.get(module_name, ()) or isinstance(dtype, torch.dtype):
+            return super().find_class(module_name, global_name)
+        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which is refused")
+
+
+def read_metadata(path: Path) -> Metadata:
+    """The names, shapes and file positions of a checkpoint's tensors."""
+    with reading(path / METADATA) as file, open_regular(file) as stream:
+        metadata: Metadata = _Reader(stream).load()
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
+            check_whole(name, tensor)
+        pieces_of(path, metadata)
+    return metadata
+
+
+def pieces_of(path: Path, metadata: Metadata) -> dict[MetadataIndex, Piece]:
+    """All pieces of the checkpoint in the folder `path`."""
+    found: dict[MetadataIndex, Piece] = {}
+    places = metadata.storage_data or {}
+    for name, tensor in metadata.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata)  # of which an index consists
+        for chunk in tensor.chunks:
+            index = MetadataIndex(name, chunk.offsets)
+            place, dtype = places[index], tensor.properties.dtype
+            file = path / place.relative_path
+            if file.parent != path:
+                raise ValueError(f"a file outside the checkpoint's folder, '{file}'")
+            found[index] = Piece(file, place.offset, place.length, chunk.sizes, dtype)
+    return found
+
+
+def read_piece(piece: Piece) -> Tensor:
+    """Raises InputError for a damaged piece."""
+    with reading(piece.file), open_regular(piece.file) as stream:
+        if os.fstat(stream.fileno()).st_size < piece.offset + piece.length:
+            raise ValueError(f"it has less than {piece.offset + piece.length} bytes")
+        stream.seek(piece.offset)
+        content = io.BytesIO(stream.read(piece.length))
+        found = torch.load(content, map_location="cpu", weights_only=True)
+        if (found.shape, found.dtype) != (piece.sizes, piece.dtype):
+            raise ValueError("a tensor in it has another shape or dtype than in the index")
+    return found
+
+
+# --- a checkpoint as a whole ----------------------------------------------------------------------
+
 #: The scalar that only imported weights have: the folder that they are from.
 IMPORTED = "weights_of"
 #: Prefixes of tensor names (engine/state/state.py).
@@ -134,14 +215,12 @@ class OpenCheckpoint:
     """The small files of a checkpoint."""
 
     path: Path
-    ranks: int
-    scalars: dict[str, Any]
     metadata: Metadata
     manifest: Manifest
 
     @property
-    def mark(self) -> str:
-        return self.manifest.save
+    def scalars(self) -> dict[str, Any]:
+        return self.manifest.scalars
 
     @property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -165,39 +244,11 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     """Read a checkpoint except its tensors, whose files must exist with the right length."""
     manifest = read_manifest(path)
     require_sizes(path, manifest)
-    require_files(path, manifest, (METADATA, SCALARS))
-    said = _scalars(path)
-    if (said.get("save"), said["scalars"]["step"]) != (manifest.save, manifest.step):
-        raise damaged(path / SCALARS, "it is of another save or step than the manifest")
-    opened = OpenCheckpoint(path, said["ranks"], said["scalars"], read_metadata(path), manifest)
+    require_files(path, manifest, (METADATA,))
+    opened = OpenCheckpoint(path, read_metadata(path), manifest)
     if unknown := set(opened.files()) - set(manifest.files):
         raise damaged(path / MANIFEST, f"it does not name {min(unknown)}")
     return opened
-
-
-def _scalars(path: Path) -> dict[str, Any]:
-    file = path / SCALARS
-    try:
-        with open_regular(file) as stream:
-            said = json.loads(stream.read().decode())
-    except OSError as error:
-        raise unread(file, error) from None
-    except (ValueError, RecursionError) as error:
-        raise damaged(file, repr(error)) from error
-    if not isinstance(said, dict) or said.get("format") != FORMAT:
-        saved = said.get("format") if isinstance(said, dict) else None
-        raise bad(
-            f"'{file}' in the format {short_repr(saved)}",
-            f"checkpoints in the format '{FORMAT}', which this version of shardwise reads",
-            "the version of shardwise that saved it, whose 'shardwise checkpoint export' writes "
-            "its weights as safetensors for any version",
-        )
-    ranks, scalars = said.get("ranks"), said.get("scalars")
-    if type(ranks) is not int or ranks < 1 or not isinstance(scalars, dict):
-        raise damaged(file, "its ranks or scalars are missing")
-    if not is_count(scalars.get("step")):
-        raise damaged(file, f"its step is {short_repr(scalars.get('step'))}")
-    return said
 
 
 def require_content(opened: OpenCheckpoint, rank: int = 0, ranks: int = 1) -> None:
@@ -226,5 +277,5 @@ def describe(folder: str | os.PathLike[str], deep: bool = False) -> dict[str, An
     kinds = {"bytes": "", "model_bytes": MODEL, "optimizer_bytes": OPTIMIZER}
     sums = {n: sum(t["bytes"] for t in tensors if t["name"].startswith(kinds[n])) for n in kinds}
     model = (tensor["shape"] for tensor in tensors if tensor["name"].startswith(MODEL))
-    found = {"path": str(opened.path), "ranks": opened.ranks, "scalars": opened.scalars}
+    found = {"path": str(opened.path), "ranks": opened.manifest.ranks, "scalars": opened.scalars}
     return found | {"tensors": tensors, "parameters": sum(map(math.prod, model))} | sums

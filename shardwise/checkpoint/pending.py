@@ -25,9 +25,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.save import PlannedSave
+from shardwise.checkpoint.save import PlannedSave, Written
 from shardwise.checkpoint.save_plans import PIECE_BYTES
-from shardwise.checkpoint.storage import Written
 from shardwise.comm.move import all_gather_object
 from shardwise.comm.tiers.tiers import Tiers, begin_copy
 from shardwise.comm.transport import Pending
@@ -54,7 +53,7 @@ class PendingCheckpoint:
         self._written, self._abandoned = threading.Event(), threading.Event()
         copies: list[Pending[Tensor]] = []
         # nothing is to be copied from a device, for which torch's writer waits for its stream
-        save.publisher.files.per_thread_copy_ahead = 0
+        save.files.per_thread_copy_ahead = 0
         if save.failure is not None:
             self._failure = str(save.failure)
         try:
@@ -158,7 +157,7 @@ class PendingCheckpoint:
         except Exception as error:  # noqa: BLE001  said by the main thread
             self._fail(save, error)
             # rank 0 removes the folder when a rank has failed, and says so itself
-            self._reported = save.world.rank > 0 and not save.publisher.path.exists()
+            self._reported = save.world.rank > 0 and not Path(save.files.path).exists()
             with suppress(OSError):
                 _report(save, {"error": self._failure})
             return None
@@ -213,7 +212,7 @@ def snapshot(pieces: dict[Any, Tensor], tiers: Tiers) -> list[Pending[Tensor]]:
 
 
 def _report_file(save: PlannedSave, rank: int) -> Path:
-    return save.publisher.path / f".written-{rank}"
+    return Path(save.files.path) / f".written-{rank}"
 
 
 def _report(save: PlannedSave, report: dict[str, str]) -> None:

@@ -10,20 +10,25 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
+from uuid import uuid4
 
-from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 
 from shardwise.checkpoint import folder as folders
-from shardwise.checkpoint.folder import LITTLE_BYTES, free_bytes, reason
-from shardwise.checkpoint.lock import SAVING_LOCK, only_writer
+from shardwise.checkpoint.folder import LITTLE_BYTES, free_bytes, reason, unwritten
+from shardwise.checkpoint.lock import SAVING_LOCK, locked
+from shardwise.checkpoint.open_checkpoint import Manifest, Seal, seal, write_manifest
 from shardwise.checkpoint.save_plans import BoxSavePlanner, Pages
-from shardwise.checkpoint.storage import Publisher, Written, together
+from shardwise.comm.move import all_gather_object
 from shardwise.comm.world import World
 from shardwise.core.errors import RunError
 from shardwise.core.tools.arguments import MOST_COUNT, integer
@@ -31,6 +36,83 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.state.box import Box
 from shardwise.engine.state.full import entries, is_extra, plain_key, plain_of
 from shardwise.wrap.plain_loop import PlainLoop
+
+T = TypeVar("T")
+
+
+def together(
+    act: Callable[[], T],
+    world: World,
+    failed: Callable[[Mapping[int, BaseException]], BaseException],
+) -> list[T]:
+    """The results of all ranks. Called by all of them; raises on each what `failed` returns for the
+    failures by rank.
+    """
+    own: tuple[T | None, BaseException | None]
+    try:
+        own = act(), None
+    except BaseException as error:  # noqa: BLE001  the others wait for this rank
+        own = None, error
+    every: list[Any] = all_gather_object(own, world)
+    if failures := {rank: error for rank, (_, error) in enumerate(every) if error is not None}:
+        raise failed(failures) from None
+    return [result for result, _ in every]
+
+
+@dataclass(frozen=True)
+class Written:
+    """One rank's files, and (tensor, offsets, file, first byte, bytes) of each piece."""
+
+    pieces: list[tuple[str, list[int], str, int, int]]
+    files: dict[str, Seal]
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        values = json.loads(text)
+        return cls(values["pieces"], {n: Seal(**seal) for n, seal in values["files"].items()})
+
+
+def write_pieces(files: FileSystemWriter, plan: SavePlan, planner: SavePlanner) -> Written:
+    """Write a rank's pieces, and hash their files. Raises OSError and RunError."""
+    path = Path(files.path)
+    try:
+        results = files.write_data(plan, planner).wait()
+        names = {result.storage_data.relative_path for result in results}
+        seals = {name: seal(path / name) for name in names}
+    except RunError:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise unwritten(error, path) from None
+    places = [(result.index, result.storage_data) for result in results]
+    pieces = [
+        (index.fqn, [*(index.offset or ())], at.relative_path, at.offset, at.length)
+        for index, at in places
+    ]
+    return Written(pieces, seals)
+
+
+def publish(
+    files: FileSystemWriter, scalars: dict[str, Any], metadata: Metadata, every: Sequence[Written]
+) -> None:
+    """Write the index and the manifest, and publish. Rank 0 calls it, when all have written."""
+    path = Path(files.path)
+    results = [[_result(*piece) for piece in written.pieces] for written in every]
+    sealed = {name: each for written in every for name, each in written.files.items()}
+    try:
+        files.finish(metadata, results)
+        sealed[folders.METADATA] = seal(path / folders.METADATA)
+        write_manifest(path, Manifest(uuid4().hex, len(every), scalars, sealed))
+        folders.publish(path, scalars["step"])
+    except (OSError, RuntimeError) as error:
+        raise unwritten(error, path) from None
+
+
+def _result(name: str, offsets: Sequence[int], file: str, first: int, size: int) -> WriteResult:
+    place = _StorageInfo(file, first, size)
+    return WriteResult(MetadataIndex(name, torch.Size(offsets)), size, place)
 
 
 class PlannedSave:
@@ -66,7 +148,8 @@ class PlannedSave:
         self.folder, self.world, self.prune = folder, world, prune
         self.path, self.step = folder / folders.name_of(step), step
         self.held = ExitStack()
-        self.publisher = Publisher(folder, step, json.loads(json.dumps(scalars)))
+        self.scalars = json.loads(json.dumps(scalars))  # of this moment
+        self.files = FileSystemWriter(folders.unfinished(folder, step))
         self.planner = BoxSavePlanner(boxes, checked=checked, pages=pages)
         self.plan, self.metadata = SavePlan([]), Metadata({})
         self.failure: RunError | None = None  # the same on all ranks
@@ -85,15 +168,15 @@ class PlannedSave:
             plans, self.metadata = self.planner.create_global_plan(every)
         except ValueError as error:  # the same on all ranks
             raise self.reason({0: error}) from None
-        self.plan = self.publisher.files.prepare_global_plan(plans)[self.world.rank]
+        self.plan = self.files.prepare_global_plan(plans)[self.world.rank]
 
     def _begin(self, locks: Sequence[Path]) -> SavePlan:
         """This rank's pieces; rank 0 also locks the folder, and makes one for unfinished files."""
         if self.world.rank == 0:
             for file in (*locks, self.folder / SAVING_LOCK):
-                self.held.enter_context(only_writer(self.folder, file))
-            self.held.callback(shutil.rmtree, self.publisher.path, ignore_errors=True)
-            folders.clear(self.publisher.path)
+                self.held.enter_context(locked(file))
+            self.held.callback(shutil.rmtree, self.files.path, ignore_errors=True)
+            folders.clear(Path(self.files.path))
         return self.planner.create_local_plan()
 
     def reason(self, failures: Mapping[int, BaseException]) -> BaseException:
@@ -105,11 +188,11 @@ class PlannedSave:
 
     def write(self) -> Written:
         """Raises OSError, and RunError for a value that is not finite."""
-        return self.publisher.write(self.plan, self.planner)
+        return write_pieces(self.files, self.plan, self.planner)
 
     def publish(self, every: Sequence[Written]) -> None:
         """Publish what all ranks have written, and remove old checkpoints. Rank 0 calls it."""
-        self.publisher.publish(self.metadata, every)
+        publish(self.files, self.scalars, self.metadata, every)
         try:
             if self.prune is not None:
                 self.prune()
@@ -140,34 +223,28 @@ def described(trained: Engine | PlainLoop) -> dict[str, Any]:
             names.setdefault(id(value), []).append(plain_key(key))
     known = {name for group in names.values() for name in group}
     buffers = (plain_key(name) for name, _ in model.named_buffers())
-    own = trained.model if isinstance(trained, Engine) else trained.module
+    own: Any = trained.model if isinstance(trained, Engine) else trained.module
+    config = _plain(getattr(own, "config", None))
+    named = config and hasattr(own.config, "to_json_string")
+    architectures = {"architectures": [type(own).__name__]} if named else {}
     return {
-        "config": config_of(own),
-        "generation": generation_of(own),
+        "config": config | architectures if config else None,
+        "generation": _plain(getattr(own, "generation_config", None)),
         "tied": [group for group in names.values() if len(group) > 1],
         "transient": [name for name in buffers if name not in known],
     }
 
 
-def generation_of(model: nn.Module) -> dict[str, Any] | None:
-    """The `generation_config` of a model of transformers as a JSON object; None without one."""
-    config: Any = getattr(model, "generation_config", None)
-    try:
-        return json.loads(config.to_json_string()) if hasattr(config, "to_json_string") else None
-    except (TypeError, ValueError):  # a field that JSON cannot hold
-        return None
-
-
-def config_of(model: nn.Module) -> dict[str, Any] | None:
-    """The model's `config` as a JSON object; None if it has none that JSON can hold."""
-    config: Any = getattr(model, "config", None)
+def _plain(config: Any) -> dict[str, Any] | None:
+    """A configuration of transformers, or a dataclass, as a JSON object; None if JSON has no such
+    value in it.
+    """
     try:
         if hasattr(config, "to_json_string"):
-            found = json.loads(config.to_json_string())
-            return found | {"architectures": [type(model).__name__]}
+            return json.loads(config.to_json_string())
         if is_dataclass(config) and not isinstance(config, type):
             return json.loads(json.dumps(asdict(config)))
-    except (TypeError, ValueError):  # a field that JSON cannot hold
+    except (TypeError, ValueError):
         return None
     return None
 

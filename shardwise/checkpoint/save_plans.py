@@ -3,12 +3,10 @@
 save   every rank offers its boxes, split into pieces of at most PIECE_BYTES. A piece that
 several ranks hold is written by the one with the least to write so far. Buffers
 may differ between ranks: rank 0 writes its own, with which the next step begins.
-load   every rank reads the overlaps of its boxes with the saved pieces.
 """
 
 import io
 import math
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,22 +22,18 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    ReadItem,
     SavePlan,
     SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from shardwise.core.errors import Problem, RunError, refusal
+from shardwise.core.errors import RunError
 from shardwise.engine.state.box import Box, block
 
 #: The size of a piece: the extra memory of a rank that writes or reads.
 PIECE_BYTES = 32 * 2**20
-#: The number of wrong tensors named in an error.
-_NAMED = 6
 #: Pages of mapped files are given back each time that so many bytes have been read or written.
 EVERY_BYTES = 2**27
 
@@ -178,31 +172,6 @@ def _alone(piece: Tensor) -> Tensor:
     return torch.from_numpy(raw.numpy()).view(piece.dtype).view(piece.shape)
 
 
-#: Tensors to fill, by the name and the offsets of their box: several for the step counts of a
-#: parameter in tiles.
-Targets = dict[MetadataIndex, list[Tensor]]
-
-
-def planned_reads(
-    boxes: Sequence[Box], saved: Mapping[str, Any], checkpoint: str, *, convert: bool
-) -> tuple[Targets, list[ReadItem]]:
-    """The tensors of the boxes, and their overlaps with the `saved` pieces of each tensor.
-    Raises InputError that lists boxes of other names, shapes or (unless `convert`) dtypes.
-    """
-    problems = (_problem(box, saved.get(box.name), checkpoint, convert) for box in boxes)
-    if wrong := [problem for problem in dict.fromkeys(problems) if problem is not None]:
-        more = f" and {len(wrong) - _NAMED} more tensors" if len(wrong) > _NAMED else ""
-        raise refusal(f"loading '{checkpoint}'{more}", wrong[:_NAMED])
-    targets, items = Targets(), list[ReadItem]()
-    for box in (box for box in boxes if 0 not in box.sizes):
-        index = MetadataIndex(box.name, box.offsets)
-        if index not in targets:
-            chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            items += create_read_items_for_chunk_list(box.name, saved[box.name], [chunk])
-        targets.setdefault(index, []).append(box.tensor.detach())
-    return targets, items
-
-
 def _write_item(box: Box, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> WriteItem:
     return WriteItem(
         MetadataIndex(box.name, offsets),
@@ -281,26 +250,3 @@ def check_whole(name: str, tensor: TensorStorageMetadata) -> None:
 
 def _said(tensor: TensorStorageMetadata | TensorWriteData) -> str:
     return f"{tuple(tensor.size)} {str(tensor.properties.dtype).removeprefix('torch.')}"
-
-
-def _problem(box: Box, saved: Any, checkpoint: str, convert: bool) -> Problem | None:
-    dtype = str(box.tensor.dtype).removeprefix("torch.")
-    if not isinstance(saved, TensorStorageMetadata):
-        return Problem(
-            f"'{box.name}' of {tuple(box.shape)} {dtype}, which the checkpoint does not have",
-            "tensors in the checkpoint",
-            f"shardwise checkpoint inspect {shlex.quote(checkpoint)} --all, to see their names",
-        )
-    if tuple(saved.size) != tuple(box.shape):
-        return Problem(
-            f"'{box.name}' of shape {tuple(box.shape)}",
-            f"the shape it was saved with, {tuple(saved.size)}",
-            "the model's configuration at the time of saving",
-        )
-    if saved.properties.dtype != box.tensor.dtype and not convert:
-        return Problem(
-            f"'{box.name}' in {dtype}",
-            f"the dtype it was saved with, {_said(saved).split()[-1]}",
-            "a plan whose master weights have that dtype",
-        )
-    return None

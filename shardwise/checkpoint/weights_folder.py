@@ -7,6 +7,7 @@ A folder is written beside its place, and gets its name when it is complete.
 """
 
 import json
+import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardwise.checkpoint.folder import as_path, sync
-from shardwise.checkpoint.lock import only_writer
+from shardwise.checkpoint.lock import locked
 from shardwise.core.errors import InputError, RunError, bad, read_text
 from shardwise.core.tools.arguments import beside, suggest
 
@@ -81,18 +82,12 @@ class WeightsFolder:
 def open_weights(folder: object) -> WeightsFolder:
     """Raises InputError if the folder has no weights, or lacks a file of its index."""
     path = as_path(folder)
-    try:
-        if (path / INDEX).is_file():
-            found = WeightsFolder(path, _weight_map(path / INDEX))
-        elif (path / SINGLE).is_file():
-            names = _open(path / SINGLE).keys()
-            found = WeightsFolder(path, dict.fromkeys(names, SINGLE))
-        else:
-            raise _none(path, _what(path))
-    except (OSError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise _none(path, getattr(error, "strerror", None) or str(error)) from None
+    if os.path.isfile(path / INDEX):  # noqa: PTH113 (Path.is_file raises for a name too long)
+        found = WeightsFolder(path, _weight_map(path / INDEX))
+    elif os.path.isfile(path / SINGLE):  # noqa: PTH113
+        found = WeightsFolder(path, dict.fromkeys(_open(path / SINGLE).keys(), SINGLE))
+    else:
+        raise _none(path, "no weights in it")
     missing = [name for name in {*found.files.values()} if not (path / name).is_file()]
     if missing:
         raise _none(path, f"without {min(missing)}, which its index names")
@@ -195,15 +190,6 @@ def _open(file: Path) -> Any:
         raise _broken(file, str(error)) from None
 
 
-def _what(path: Path) -> str:
-    if not path.exists():
-        return "no such folder"
-    if not path.is_dir():
-        return "a file, not a folder"
-    bins = sorted(path.glob("*.bin"))
-    return f"it has {bins[0].name}, which is no safetensors" if bins else "no weights in it"
-
-
 def _none(path: Path, what: str) -> InputError:
     return bad(
         f"the folder of weights '{path}' ({what})",
@@ -225,7 +211,7 @@ def writing(path: Path, lock: Path) -> Iterator[None]:
     """Hold the lock on a folder that a command writes."""
     with ExitStack() as held:
         try:
-            held.enter_context(only_writer(path, lock))
+            held.enter_context(locked(lock, folder=path))
         except OSError as error:
             raise bad(
                 f"the folder '{path}', which cannot be written ({error.strerror})",

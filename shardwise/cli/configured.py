@@ -21,7 +21,7 @@ from shardwise.train.prepare import checked_plan
 
 if TYPE_CHECKING:
     from shardwise.engine.options import EngineOptions
-    from shardwise.models.decoder import Sizes
+    from shardwise.models.registry import Sizes
     from shardwise.models.trainable import Trainable
     from shardwise.techniques.tensor.tensor_table import Table
 
@@ -59,7 +59,7 @@ class PlannedModel:
     @property
     def sizes(self) -> "Sizes":
         """The sizes of the run's model. `bpe:SIZE` counts as SIZE tokens before it is trained."""
-        from shardwise.train.sizes import model_sizes
+        from shardwise.train.model import model_sizes
 
         assert self.config is not None
         config, size = self.config, vocabulary_size(self.config.data.tokens)

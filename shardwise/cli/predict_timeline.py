@@ -18,7 +18,7 @@ from shardwise.cli.predict_command import PredictRequest, predict_request
 from shardwise.core.schedule.draw import save
 from shardwise.core.zero import GATHERED, KEPT, PREDICTED, TEMPORARY, Event
 from shardwise.train.progress import unit_of
-from shardwise.train.report_contents import new_figure
+from shardwise.train.run_report import new_figure
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ different collectives can be compared (Hockney, "The communication challenge for
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -87,16 +87,6 @@ REPEATS: Final = 7
 
 
 @dataclass(frozen=True)
-class Timing:
-    """One collective on one axis: the most bytes that a rank sends, and the slowest rank's time."""
-
-    axis: str
-    collective: str
-    sent_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
 class Fit:
     """seconds = latency_s + sent_bytes / bytes_per_s. `residual` is the root mean square of the
     relative errors; `bytes_per_s` None if the time does not grow with the bytes.
@@ -112,11 +102,37 @@ class Fit:
         return self.latency_s + (sent_bytes / self.bytes_per_s if self.bytes_per_s else 0.0)
 
 
+@dataclass(frozen=True)
+class Timing:
+    """One collective on one axis: for each size of a tensor, the most bytes that a rank sends, and
+    the slowest rank's time.
+    """
+
+    axis: str
+    collective: str
+    sent_bytes: list[int] = field(default_factory=list[int])
+    seconds: list[float] = field(default_factory=list[float])
+
+    @property
+    def fit(self) -> Fit:
+        """The line of least relative squared error; no term is negative."""
+        t, x = np.array(self.seconds), np.array(self.sent_bytes, float)
+        columns, errors = np.stack([1 / t, x / t], axis=1), list[tuple[float, float, float]]()
+        for kept in ([0, 1], [0], [1]):
+            line = np.zeros(2)
+            line[kept] = np.linalg.lstsq(columns[:, kept], np.ones(len(t)), rcond=None)[0]
+            error = float(np.sqrt(np.mean((columns @ line - 1) ** 2))) if min(line) >= 0 else np.inf
+            errors.append((error, float(line[0]), float(line[1])))
+        error, latency, per_byte = min(errors)
+        rate = 1 / per_byte if per_byte else None
+        return Fit(self.axis, self.collective, latency, rate, error)
+
+
 def measure(
     world: World, axis: Axis, device: torch.device, sizes: Sequence[int] = SIZES
 ) -> list[Timing]:
     """Time every collective on `axis`. All ranks of the world call it, and get the same times."""
-    timings: list[Timing] = []
+    timings = {name: Timing(axis.name, name) for name in COLLECTIVES}
     for numel in sizes:
         x = torch.zeros(numel, device=device)
         for name, collective in COLLECTIVES.items():
@@ -126,8 +142,9 @@ def measure(
             figures = [sent_bytes, *(_once(collective, x, axis) for _ in range(REPEATS))]
             slowest = torch.tensor(figures, dtype=torch.float64, device=device)
             sent, *times = move.all_reduce(slowest, world.everyone, "max").tolist()
-            timings.append(Timing(axis.name, name, int(sent), lower_quartile(times)))
-    return timings
+            timings[name].sent_bytes.append(int(sent))
+            timings[name].seconds.append(lower_quartile(times))
+    return [*timings.values()]
 
 
 def lower_quartile(times: Sequence[float]) -> float:
@@ -148,25 +165,3 @@ def timed(act: Callable[[], object], device: torch.device, calls: int = 1) -> fl
         act()
     settle(device)
     return (time.perf_counter() - began) / calls
-
-
-def fit(timings: Sequence[Timing]) -> Fit:
-    """The line of least relative squared error of one collective; no term is negative."""
-    t = np.array([each.seconds for each in timings])
-    x = np.array([float(each.sent_bytes) for each in timings])
-    columns, errors = np.stack([1 / t, x / t], axis=1), list[tuple[float, float, float]]()
-    for kept in ([0, 1], [0], [1]):
-        line = np.zeros(2)
-        line[kept] = np.linalg.lstsq(columns[:, kept], np.ones(len(t)), rcond=None)[0]
-        error = float(np.sqrt(np.mean((columns @ line - 1) ** 2))) if min(line) >= 0 else np.inf
-        errors.append((error, float(line[0]), float(line[1])))
-    error, latency, per_byte = min(errors)
-    rate = 1 / per_byte if per_byte else None
-    return Fit(timings[0].axis, timings[0].collective, latency, rate, error)
-
-
-def fits(timings: Sequence[Timing]) -> list[Fit]:
-    groups: dict[tuple[str, str], list[Timing]] = {}
-    for each in timings:
-        groups.setdefault((each.axis, each.collective), []).append(each)
-    return [fit(group) for group in groups.values()]

@@ -3,7 +3,7 @@
 import os
 import platform
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ from shardwise.comm.tiers.host_memory import free_bytes, limit_bytes
 from shardwise.comm.torch_links import available_backends
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
-from shardwise.doctor.collectives import Fit, Timing, fits
+from shardwise.doctor.collectives import Fit, Timing
 from shardwise.doctor.device_speed import DeviceSpeed, median_device
 from shardwise.prediction.cluster import (
     Cluster,
@@ -55,13 +55,18 @@ class Machine:
     free_bytes: int
     gpus: tuple[Gpu, ...]
     backends: tuple[str, ...]
-    versions: tuple[tuple[str, str], ...]
+    versions: Mapping[str, str]  # which must be equal on all ranks
 
 
 def look() -> Machine:
     """This rank's machine."""
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     memory_bytes = limit_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    versions["shardwise"] = shardwise.__version__
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+        versions["nccl"] = ".".join(map(str, nccl.version()))
     return Machine(
         host=socket.gethostname(),
         host_number=host_number(),
@@ -71,21 +76,8 @@ def look() -> Machine:
         free_bytes=int(min(memory_bytes, free_bytes())),
         gpus=tuple(Gpu(each.name, each.total_memory) for each in properties),
         backends=available_backends(),
-        versions=versions(),
+        versions=versions,
     )
-
-
-def versions() -> tuple[tuple[str, str], ...]:
-    """The versions that must be equal on all ranks."""
-    found = {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "shardwise": shardwise.__version__,
-    }
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-        found["nccl"] = ".".join(map(str, nccl.version()))
-    return tuple(found.items())
 
 
 @dataclass(frozen=True)
@@ -122,7 +114,7 @@ class Diagnosis:
 
     @property
     def fits(self) -> list[Fit]:
-        return fits(self.findings[0].timings)
+        return [timing.fit for timing in self.findings[0].timings]
 
     @property
     def hosts(self) -> dict[int, list[int]]:
@@ -152,16 +144,12 @@ class Diagnosis:
         return found
 
     def _versions(self) -> list[str]:
-        machines = [finding.machine for finding in self.findings]
-        other = [
-            r for r, machine in enumerate(machines) if machine.versions != machines[0].versions
-        ]
-        if not other:
-            return []
-        listed = {f"{name} {version}" for r in other for name, version in machines[r].versions}
-        apart = sorted(listed - {f"{name} {version}" for name, version in machines[0].versions})
-        ranks = ", ".join(f"{rank} ({machines[rank].host})" for rank in other)
-        return [f"rank {ranks}: other versions than on rank 0: {', '.join(apart) or 'missing'}"]
+        first = self.findings[0].machine.versions
+        other = {r: f.machine for r, f in enumerate(self.findings) if f.machine.versions != first}
+        apart = {v for machine in other.values() for v in machine.versions.items() - first.items()}
+        said = ", ".join(sorted(map(" ".join, apart))) or "missing"
+        ranks = ", ".join(f"{rank} ({machine.host})" for rank, machine in other.items())
+        return [f"rank {ranks}: other versions than on rank 0: {said}"] if other else []
 
     def _slow(self) -> list[str]:
         seconds = {way: s for finding in self.findings for way, s in finding.pair_s.items()}
@@ -191,12 +179,9 @@ class Diagnosis:
         """What the command prints."""
         blocks = [*map(self._host, self.hosts.values()), self._table()]
         count = sum(len(checks) for checks in self.findings[0].checks.values())
-        wrong = len(self.failures)
-        blocks.append(
-            "\n".join([f"{wrong} results of collectives are wrong", *self.failures])
-            if wrong
-            else f"{count} collectives are right on the textbook example on all ranks"
-        )
+        right = f"{count} collectives are right on the textbook example on all ranks"
+        wrong = [f"{len(self.failures)} results of collectives are wrong", *self.failures]
+        blocks.append("\n".join(wrong) if self.failures else right)
         if self.disk is not None:
             blocks.append(self.disk.text)
         blocks += [f"warning: {text}" for text in self.warnings]
@@ -208,7 +193,7 @@ class Diagnosis:
             f"{machine.host}: {machine.cores} cores, {len(ranks)} ranks",
             f"  memory {machine.memory_bytes / GIB:.1f} GiB, {machine.free_bytes / GIB:.1f} free",
             "  backends " + ", ".join(machine.backends),
-            "  " + ", ".join(f"{name} {version}" for name, version in machine.versions),
+            "  " + ", ".join(map(" ".join, machine.versions.items())),
         ]
         lines += [
             f"  GPU {i}: {gpu.name}, {gpu.memory_bytes / GIB:.1f} GiB"

@@ -22,12 +22,12 @@ from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
 from shardwise.engine.engine import Engine
-from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
+from shardwise.engine.optimizer.optimizer_spec import Optim, OptimizerSpec
 from shardwise.engine.parallelize import parallelize, plan_of
 from shardwise.engine.state.full import full_state_dict
 from shardwise.engine.step_end import Metrics
-from shardwise.hf import training_arguments
 from shardwise.hf.shares import PADDING, DataRanks, Updated, first_rows, joined, rows_in
+from shardwise.hf.training_arguments import completed_plan, require_honoured, require_trainable
 from shardwise.models.trainable import without_decay
 from shardwise.techniques.pipeline.trace.placeholders import twin
 from shardwise.techniques.tensor.tensor_table import Table
@@ -84,10 +84,9 @@ class Trainer(transformers.Trainer):
     ) -> None:
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         self.world = world_of(args, world)  # first, since it shows errors as one paragraph
-        whole = training_arguments.completed_plan(args, plan_of(plan))
-        training_arguments.require_honoured(args, whole)
-        given = training_arguments.Given(model_init, optimizers, compute_metrics)
-        training_arguments.require_trainable(type(self), Trainer, given, whole)
+        whole = completed_plan(args, plan_of(plan))
+        require_honoured(args, whole)
+        require_trainable(type(self), Trainer, whole, model_init, optimizers, compute_metrics)
         require(whole, self.world.size)
         super().__init__(
             model,
@@ -121,7 +120,8 @@ class Trainer(transformers.Trainer):
         self, plan: Plan, table: Table | Mapping[str, str] | None, stages: Sequence[str] | None
     ) -> Engine:
         self._whole = twin(self.model)
-        self._flops_per_token = 6 * self._embedded_parameters()
+        count = getattr(self.model, "num_parameters", lambda **_: 0)
+        self._flops_per_token = 6 * count(exclude_embeddings=True)
         return parallelize(
             self.model,
             plan,
@@ -134,20 +134,14 @@ class Trainer(transformers.Trainer):
             stages=stages,
         )
 
-    def _embedded_parameters(self) -> int:
-        count = getattr(self.model, "num_parameters", None)
-        return 0 if count is None else count(exclude_embeddings=True)
-
     def _specification(self) -> OptimizerSpec:
         kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
             self.args, self.model
         )
-        decay = self.args.weight_decay
-        groups: dict[str, dict[str, Any]] = {}
-        if decay:
-            decayed = {*self.get_decay_parameter_names(self.model)}
-            groups = without_decay(self.model, decayed)
-        return training_arguments.specification(kind, options, decay, groups)
+        known = {key: value for key, value in options.items() if key != "fused"}
+        known["weight_decay"] = decay = self.args.weight_decay
+        decayed = {*self.get_decay_parameter_names(self.model)} if decay else set[str]()
+        return Optim(kind, groups=without_decay(self.model, decayed) if decay else {}, **known)
 
     # --- what Trainer asks for before it trains ---------------------------------------------------
 

@@ -1,18 +1,17 @@
-"""Which TrainingArguments a plan refuses, and the optimizer that they ask for.
+"""Which TrainingArguments a plan refuses.
 
 Trainer's own code reads the other fields, or they are translated into the plan, the optimizer's
 specification and the data shares (docs/how-to/trainer.md).
 """
 
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Final
 
-from torch.optim import Optimizer
 from transformers import TrainingArguments
 
 from shardwise.core.errors import Problem, bad, refusal
 from shardwise.core.plan.plan import Plan
-from shardwise.engine.optimizer.optimizer_spec import Optim, OptimizerSpec
 
 _RECOMPUTE = 'plan="zero3 recompute:full"'
 _COMPILE = "a loop of your own with a compiled model and sw.parallelize"
@@ -94,20 +93,18 @@ def completed_plan(args: TrainingArguments, plan: Plan) -> Plan:
     return replace(plan, accumulate=steps) if steps > 1 else plan
 
 
-@dataclass(frozen=True)
-class Given:
-    """What a user gave to Trainer beside its TrainingArguments, as far as a plan cares."""
-
-    model_init: Any
-    optimizers: tuple[Any, Any]
-    compute_metrics: Any
-
-
-def require_trainable(trainer: type, base: type, given: Given, plan: Plan) -> None:
+def require_trainable(
+    trainer: type,
+    base: type,
+    plan: Plan,
+    model_init: object,
+    optimizers: Iterable[object],
+    compute_metrics: object,
+) -> None:
     """Raise InputError for what a plan cannot do: own optimizers, overridden steps."""
-    if given.model_init is not None:
+    if model_init is not None:
         raise bad(f"model_init with the plan '{plan}'", "the model itself", "model=model_init()")
-    if any(each is not None for each in given.optimizers):
+    if any(each is not None for each in optimizers):
         raise bad(
             "optimizers=(...), which belong to the parameters before the plan shards them",
             "a class of optimizer and its options; lr_scheduler_type for the schedule",
@@ -120,7 +117,7 @@ def require_trainable(trainer: type, base: type, given: Given, plan: Plan) -> No
             "your own compute_loss, callbacks and create_scheduler",
             "compute_loss for the loss; a TrainerCallback for what happens around a step",
         )
-    if plan.mesh.size_of("pp") > 1 and given.compute_metrics is not None:
+    if plan.mesh.size_of("pp") > 1 and compute_metrics is not None:
         raise bad(
             f"compute_metrics with the plan '{plan}': only the last stage has predictions",
             "metrics in plans without a pipeline; the evaluation loss in any plan",
@@ -133,12 +130,3 @@ STEPS: Final = (
     *("training_step", "prediction_step", "create_optimizer", "create_optimizer_and_scheduler"),
     *("_prepare_for_training", "_save_optimizer_and_scheduler", "_wrap_model"),
 )
-
-
-def specification(
-    kind: type[Optimizer], options: dict[str, Any], decay: float, groups: dict[str, dict[str, Any]]
-) -> OptimizerSpec:
-    """The class with its options; parameters of `groups` do not decay, others by `decay`."""
-    known = {key: value for key, value in options.items() if key != "fused"}
-    known["weight_decay"] = decay
-    return Optim(kind, groups=groups, **known)

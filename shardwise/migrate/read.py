@@ -1,18 +1,224 @@
-"""Converts another system's file to a plan and a configuration, by the tables of `systems`."""
+"""Converts a file of another system to a plan and a configuration.
+
+A table has a row for each key that carries meaning. Its target is a field of the plan (`row`, `tp`,
+`precision`) or a key of our configuration (`train.lr`). With `values` only these values are known,
+with their meanings; text is compared in small letters, and None says nothing.
+
+DeepSpeed   docs/_pages/config-json.md of deepspeedai/DeepSpeed
+accelerate  utils/dataclasses.py and commands/config/config_args.py of huggingface/accelerate
+torchtitan  the train_configs of pytorch/torchtitan, of versions up to 0.2
+"""
 
 import json
 import textwrap
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from shardwise.core.errors import InputError, bad, read_text
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import problems
-from shardwise.migrate.systems import ACCELERATE, DEEPSPEED, TORCHTITAN, Meaning, System
 from shardwise.train.config import build
+
+Meaning = tuple[str, Mapping[Any, Any] | None]  # of a key of another system: target, values
+Values = Mapping[str, Any]  # of a file, by dotted names
+
+
+class System(NamedTuple):
+    """Another system: its keys, and its defaults for a file where ours are others."""
+
+    name: str
+    keys: Mapping[str, Meaning]
+    defaults: Callable[[Values], dict[str, Any]]
+
+
+STAGES: Final = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
+PLACES: Final = {"cpu": "host", "nvme": "disk", "none": None, True: "host", False: None}
+OPTIMIZERS: Final = {
+    **dict.fromkeys(("adam", "adamw", "onebitadam", "zerooneadam"), "adamw"),
+    **{name: name for name in ("lion", "adafactor", "muon")},
+}
+
+
+def _on(value: Any) -> dict[Any, Any]:
+    return {True: value, False: None}
+
+
+_SCHEDULES: Final = {
+    "warmuplr": "constant",
+    "warmupdecaylr": "linear",
+    "warmupcosinelr": "cosine",
+    "constant": "constant",
+}
+
+
+def _deepspeed_defaults(values: Values) -> dict[str, Any]:
+    schedule = str(values.get("scheduler.type", "constant")).lower()
+    found: dict[str, Any] = {"gradient_clipping": 0.0, "scheduler.type": "constant"}
+    if OPTIMIZERS.get(str(values.get("optimizer.type")).lower()) in ("adamw", "lion"):
+        found |= {"optimizer.params.betas": [0.9, 0.999], "optimizer.params.weight_decay": 0.0}
+    found["scheduler.params.warmup_num_steps"] = 0 if schedule == "constant" else 1000
+    if schedule in ("warmuplr", "warmupdecaylr"):
+        found["scheduler.params.warmup_max_lr"] = 0.001
+    least = {"warmupdecaylr": 0.0, "warmupcosinelr": 0.0001}
+    if schedule in least:
+        found["scheduler.params.cos_min_ratio"] = least[schedule]
+    return found
+
+
+DEEPSPEED: Final = System(
+    "DeepSpeed",
+    {
+        "zero_optimization.stage": ("row", STAGES),
+        "zero_optimization.offload_optimizer.device": ("offload", PLACES),
+        "zero_optimization.offload_optimizer.nvme_path": ("offload.folder", None),
+        "zero_optimization.offload_param.device": ("offload_param", PLACES),
+        "zero_optimization.offload_param.nvme_path": ("offload.folder", None),
+        "fp16.enabled": ("precision", _on("fp16")),
+        "bf16.enabled": ("precision", _on("bf16")),
+        "gradient_accumulation_steps": ("accumulate", None),
+        "train_batch_size": ("train.batch", None),
+        "gradient_clipping": ("train.clip", None),
+        "optimizer.type": ("train.optimizer", OPTIMIZERS),
+        "optimizer.params.lr": ("train.lr", None),
+        "optimizer.params.weight_decay": ("train.weight_decay", None),
+        "optimizer.params.betas": ("train.betas", None),
+        "scheduler.type": ("train.decay", _SCHEDULES),
+        "scheduler.params.warmup_max_lr": ("train.lr", None),
+        "scheduler.params.warmup_num_steps": ("train.warmup", None),
+        "scheduler.params.total_num_steps": ("train.steps", None),
+        "scheduler.params.cos_min_ratio": ("train.min_lr_ratio", None),
+        "tensor_parallel.autotp_size": ("tp", None),
+        "sequence_parallel_size": ("ulysses", None),
+    },
+    _deepspeed_defaults,
+)
+
+_STRATEGIES: Final = {
+    "full_shard": "zero3",
+    "shard_grad_op": "zero2",
+    "no_shard": "ddp",
+    "hybrid_shard": "hybrid zero3",
+    "hybrid_shard_zero2": "hybrid zero2",
+}
+_RESHARD: Final = {True: "zero3", False: "zero2", **_STRATEGIES}
+_MIXED: Final = {"no": "fp32", False: "fp32", "fp16": "fp16", "bf16": "bf16"}
+
+
+def _accelerate_defaults(values: Values) -> dict[str, Any]:
+    def has(section: str) -> bool:
+        return any(name.startswith(f"{section}.") for name in values)
+
+    found: dict[str, Any] = {}
+    fsdp = str(values.get("distributed_type")).upper() == "FSDP" or has("fsdp_config")
+    if fsdp or values.get("parallelism_config.parallelism_config_dp_shard_size", 1) != 1:
+        found["fsdp_config.fsdp_sharding_strategy"] = "FULL_SHARD"
+    if has("deepspeed_config"):
+        found["deepspeed_config.zero_stage"] = 2
+    return found
+
+
+ACCELERATE: Final = System(
+    "accelerate",
+    {
+        "num_processes": ("processes", None),
+        "num_machines": ("hosts", None),
+        "mixed_precision": ("precision", _MIXED),
+        "gradient_accumulation_steps": ("accumulate", None),
+        "use_cpu": ("run.device", _on("cpu")),
+        "fsdp_config.fsdp_sharding_strategy": ("row", _STRATEGIES),
+        "fsdp_config.fsdp_reshard_after_forward": ("row", _RESHARD),
+        "fsdp_config.fsdp_activation_checkpointing": ("recompute", _on("full")),
+        "fsdp_config.fsdp_offload_params": ("offload_param", PLACES),
+        "deepspeed_config.zero_stage": ("row", STAGES),
+        "deepspeed_config.gradient_accumulation_steps": ("accumulate", None),
+        "deepspeed_config.gradient_clipping": ("train.clip", None),
+        "deepspeed_config.offload_optimizer_device": ("offload", PLACES),
+        "deepspeed_config.offload_optimizer_nvme_path": ("offload.folder", None),
+        "deepspeed_config.offload_param_device": ("offload_param", PLACES),
+        "parallelism_config.parallelism_config_dp_replicate_size": ("dp_replicate", None),
+        "parallelism_config.parallelism_config_dp_shard_size": ("dp_shard", None),
+        "parallelism_config.parallelism_config_tp_size": ("tp", None),
+        "parallelism_config.parallelism_config_cp_size": ("cp", None),
+        "parallelism_config.parallelism_config_sp_size": ("ulysses", None),
+    },
+    _accelerate_defaults,
+)
+
+_SCHEDULE_NAMES: Final = {
+    "gpipe": "gpipe",
+    "1f1b": "1f1b",
+    "interleaved1f1b": "interleaved",
+    "loopedbfs": "bfs",
+    "zbvzerobubble": "zb-v",
+    "dualpipev": "dualpipe-v",
+}
+_GATHERED: Final = {"always": "zero3", "never": "zero2", "default": "default"}
+_TYPES: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_RECOMPUTE: Final = {"none": None, "selective": "selective", "full": "full"}
+_NEVER: Final = {True: None, False: 0}
+
+
+def _torchtitan_defaults(values: Values) -> dict[str, Any]:
+    def degree(name: str, default: int = 1) -> Any:
+        return values.get(f"parallelism.{name}_degree", default)
+
+    found: dict[str, Any] = {
+        "parallelism.data_parallel_shard_degree": -1,
+        "parallelism.fsdp_reshard_after_forward": "default",
+        "training.steps": 10000,
+        "training.seq_len": 2048,
+        "optimizer.lr": 8e-4,
+        "lr_scheduler.warmup_steps": 200,
+        "lr_scheduler.decay_type": "linear",
+        "lr_scheduler.min_lr_factor": 0.0,
+        "activation_checkpoint.mode": "selective",
+    }
+    for section in ("checkpoint", "validation"):
+        if not any(name.startswith(f"{section}.") for name in values):
+            found[f"{section}.enable"] = False
+    # without FSDP, torchtitan ignores the precision beside tensor parallelism or a pipeline
+    alone = degree("tensor_parallel") == degree("pipeline_parallel") == 1
+    if alone or degree("data_parallel_shard", -1) != 1:
+        found["training.mixed_precision_param"] = "bfloat16"
+    return found
+
+
+TORCHTITAN: Final = System(
+    "torchtitan",
+    {
+        "parallelism.data_parallel_replicate_degree": ("dp_replicate", None),
+        "parallelism.data_parallel_shard_degree": ("dp_shard", None),
+        "parallelism.fsdp_reshard_after_forward": ("row", _GATHERED),
+        "parallelism.tensor_parallel_degree": ("tp", None),
+        "parallelism.context_parallel_degree": ("cp", None),
+        "parallelism.expert_parallel_degree": ("ep", None),
+        "parallelism.pipeline_parallel_degree": ("pp", None),
+        "parallelism.pipeline_parallel_schedule": ("schedule", _SCHEDULE_NAMES),
+        "training.steps": ("train.steps", None),
+        "training.seq_len": ("model.sequence", None),
+        "training.max_norm": ("train.clip", None),
+        "training.global_batch_size": ("train.batch", None),
+        "training.mixed_precision_param": ("precision", _TYPES),
+        "training.enable_cpu_offload": ("offload_param", PLACES),
+        "optimizer.name": ("train.optimizer", OPTIMIZERS),
+        "optimizer.lr": ("train.lr", None),
+        "optimizer.weight_decay": ("train.weight_decay", None),
+        "lr_scheduler.warmup_steps": ("train.warmup", None),
+        "lr_scheduler.decay_type": ("train.decay", {"linear": "linear", "cosine": "cosine"}),
+        "lr_scheduler.min_lr_factor": ("train.min_lr_ratio", None),
+        "activation_checkpoint.mode": ("recompute", _RECOMPUTE),
+        "checkpoint.enable": ("train.save_every", _NEVER),
+        "checkpoint.interval": ("train.save_every", None),
+        "validation.enable": ("train.eval_every", _NEVER),
+        "validation.freq": ("train.eval_every", None),
+    },
+    _torchtitan_defaults,
+)
+
+# --- a file as a plan and a configuration ---------------------------------------------------------
 
 _ALLOWED: Final = "DeepSpeed's JSON, accelerate's YAML, torchtitan's TOML"
 _EXAMPLE: Final = "shardwise plan --from ds_config.json"
@@ -146,13 +352,6 @@ def imported(path: Path) -> tuple[Draft, str]:
         raise bad(given, "the file that is named", f"shardwise plan --from {named}")
     # torchtitan's tensor parallelism has sequence parallelism always
     draft = Draft({"sp": True} if system is TORCHTITAN else {})
-    _carry(draft, system, values)
-    _settle(draft)
-    return draft, system.name
-
-
-def _carry(draft: Draft, system: System, values: dict[str, Any]) -> None:
-    """Carry over every key of the table, then the defaults of the system."""
     defaults = {k: v for k, v in system.defaults(values).items() if k not in values}
     known = [name for name in system.keys if name in values]
     for name in dict.fromkeys((*known, *values)):
@@ -161,6 +360,8 @@ def _carry(draft: Draft, system: System, values: dict[str, Any]) -> None:
     for name, value in defaults.items():
         if not _carried(draft, system, name, value):
             draft.assumed.append((name, value))
+    _settle(draft)
+    return draft, system.name
 
 
 def _carried(draft: Draft, system: System, name: str, value: Any) -> str:
@@ -172,29 +373,30 @@ def _carried(draft: Draft, system: System, name: str, value: Any) -> str:
         return NO_COUNTERPART
     if value == "auto":
         return AUTO
-    if draft.foreign and key.target in _OF_OPTIMIZER:
+    target, meanings = key
+    if draft.foreign and target in _OF_OPTIMIZER:
         return f"an option of {draft.foreign}, which is not carried over"
     value = int(value) if isinstance(value, float) and value.is_integer() else value
-    allowed, value = _translated(key, value)
-    if allowed and key.target == "train.optimizer":
+    allowed, value = _translated(target, meanings, value)
+    if allowed and target == "train.optimizer":
         draft.foreign = str(value)
         return "shardwise train has adamw, lion, adafactor and muon"
-    if allowed and "." in key.target:
+    if allowed and "." in target:
         return f"allowed here: {allowed}"
     if allowed:
         raise bad(given, allowed, f"{name} = {allowed.partition(',')[0]}")
-    return draft.set(key.target, value) if value is not None else ""
+    return draft.set(target, value) if value is not None else ""
 
 
-def _translated(key: Meaning, value: Any) -> tuple[str, Any]:
+def _translated(target: str, meanings: Values | None, value: Any) -> tuple[str, Any]:
     """The value here, and ""; or what is allowed, and the value as it is."""
-    if key.values is not None:
+    if meanings is not None:
         said = value.lower() if isinstance(value, str) else value
-        for known, meant in key.values.items():
+        for known, meant in meanings.items():
             if known == said and isinstance(known, bool) == isinstance(said, bool):
                 return "", meant
-        return ", ".join(map(json.dumps, key.values)), value
-    right = "." in key.target or (type(value) is int and (value >= 1 or value == -1))
+        return ", ".join(map(json.dumps, meanings)), value
+    right = "." in target or (type(value) is int and (value >= 1 or value == -1))
     return "" if right else "1, a whole number from 1 up", value
 
 
@@ -227,26 +429,22 @@ def _settle(draft: Draft) -> None:
 
 
 def _parsed(path: Path) -> dict[str, Any]:
-    loads = {".json": json.loads, ".toml": tomllib.loads}.get(path.suffix.lower(), _yaml)
+    loads: Callable[[str], Any] | None
+    loads = {".json": json.loads, ".toml": tomllib.loads}.get(path.suffix.lower())
     try:
+        if loads is None:
+            import yaml
+
+            loads = yaml.safe_load
         values = loads(read_text(path))
     except InputError:
         raise
-    except (OSError, ValueError, RecursionError) as error:
+    except ImportError:
+        given = "--from a file of YAML, without the package PyYAML"
+        raise bad(given, "YAML with PyYAML installed", "pip install pyyaml") from None
+    except Exception as error:  # noqa: BLE001 - each library raises its own
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise bad(f"--from {path}, which cannot be read: {reason}", _ALLOWED, _EXAMPLE) from None
     if not isinstance(values, Mapping) or not all(isinstance(key, str) for key in values):
         raise bad(f"--from {path}, which holds no keys", _ALLOWED, _EXAMPLE)
     return dict(values)
-
-
-def _yaml(text: str) -> Any:
-    try:
-        import yaml
-    except ImportError:
-        given = "--from a file of YAML, without the package PyYAML"
-        raise bad(given, "YAML with PyYAML installed", "pip install pyyaml") from None
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None

@@ -14,14 +14,16 @@ The model has no buffers: the rotation depends only on T and takes microseconds 
 model made on the meta device needs nothing but its parameters.
 """
 
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.core.errors import bad
+from shardwise.models.trainable import Loss, initial
 from shardwise.techniques.tensor.tensor_table import Table
 
 ROTARY_BASE: Final = 10_000.0
@@ -62,6 +64,45 @@ class GPTConfig:
     @property
     def head_width(self) -> int:
         return self.width // self.heads
+
+    @property
+    def loss(self) -> Loss:
+        return loss
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The sizes by the keys of the configuration's section [model]."""
+        return asdict(self)
+
+    def build(self) -> nn.Module:
+        """The model on the current default device."""
+        return GPT(self)
+
+    def fill(self, seed: int) -> "partial[None]":
+        """Writes a parameter's first value, by seed and name."""
+        return partial(initial, seed=seed)
+
+    @property
+    def parameters(self) -> int:
+        """Ψ, shared ones once; by arithmetic, since huge sizes cannot be built, even on meta."""
+        ends = self.vocabulary * self.width * (1 if self.tied else 2)
+        return self.layers * (self._multiplied + 2 * self.width) + ends + self.width
+
+    @property
+    def flops_per_token(self) -> int:
+        """Floating-point operations of forward and backward for one token, two to a multiply-add.
+        Six per weight of a matrix product (the embedding is a lookup), and 12·D·T per layer for the
+        attention scores and their use, as PaLM counts them (arXiv 2204.02311, appendix B), without
+        credit for the causal mask.
+        """
+        weights = self.layers * self._multiplied + self.vocabulary * self.width
+        return 6 * weights + 12 * self.layers * self.width * self.sequence
+
+    @property
+    def _multiplied(self) -> int:
+        """The weights of a layer in matrix products: of attention, then of the three of SwiGLU."""
+        attention = 2 * self.width * (self.width + self.kv_heads * self.head_width)
+        return attention + 3 * self.width * self.hidden
 
 
 SIZES: Final[dict[str, GPTConfig]] = {
@@ -209,11 +250,13 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Cross-entropy in nats, the mean over the targets that are not -100, in fp32 or wider.
     `batch["inputs"]` and `batch["targets"]` are token numbers [B, T].
     """
-    logits_BTV = model(batch["inputs"])
-    dtype = torch.promote_types(logits_BTV.dtype, torch.float32)
-    return functional.cross_entropy(
-        logits_BTV.flatten(0, 1).to(dtype), batch["targets"].flatten(), ignore_index=IGNORED
-    )
+    return cross_entropy(model(batch["inputs"]), batch["targets"])
+
+
+def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, reduction: str = "mean") -> Tensor:
+    wide = logits_BTV.flatten(0, 1).to(torch.promote_types(logits_BTV.dtype, torch.float32))
+    targets = targets_BT.flatten()
+    return functional.cross_entropy(wide, targets, ignore_index=IGNORED, reduction=reduction)
 
 
 def random_text(rows: int, positions: int, vocabulary: int, seed: int) -> dict[str, Tensor]:
@@ -226,26 +269,3 @@ def random_text(rows: int, positions: int, vocabulary: int, seed: int) -> dict[s
 def tokens(batch: dict[str, Tensor]) -> int:
     """The number of targets in the mean of `loss`: the weight of this batch in a larger mean."""
     return int((batch["targets"] != IGNORED).sum())
-
-
-def flops_per_token(config: GPTConfig) -> int:
-    """Floating-point operations of forward and backward for one token, two to a multiply-add.
-    Six per weight of a matrix product (the embedding is a lookup), and 12·D·T per layer for the
-    attention scores and their use, as PaLM counts them (arXiv 2204.02311, appendix B), without
-    credit for the causal mask.
-    """
-    weights = config.layers * _multiplied(config) + config.vocabulary * config.width
-    return 6 * weights + 12 * config.layers * config.width * config.sequence
-
-
-def parameters(config: GPTConfig) -> int:
-    """Ψ, shared ones once; by arithmetic, since huge sizes cannot be built, even on meta."""
-    layer = _multiplied(config) + 2 * config.width  # and two norms
-    ends = config.vocabulary * config.width * (1 if config.tied else 2)
-    return config.layers * layer + ends + config.width
-
-
-def _multiplied(config: GPTConfig) -> int:
-    kv_width = config.kv_heads * config.head_width
-    attention = 2 * config.width * config.width + 2 * config.width * kv_width
-    return attention + 3 * config.width * config.hidden

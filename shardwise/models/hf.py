@@ -5,28 +5,29 @@ small model, of a few ten thousand parameters, is made by replacing the sizes in
 by their usual names.  Nothing is downloaded.  Dropout is 0, so that every plan can be proved.
 """
 
+import importlib
 import importlib.util
 import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from shardwise.checkpoint.weights_folder import CONFIG, GENERATION, open_model, open_weights
 from shardwise.core.errors import InputError, bad, expanded
 from shardwise.core.tools.arguments import suggestions
+from shardwise.models.gpt import IGNORED, cross_entropy, tokens
 from shardwise.models.trainable import Loss, Trainable
 
 VOCABULARY: Final = 128
 POSITIONS: Final = 16
-IGNORED: Final = -100
 MASK: Final = 4
 LONGEST: Final = 300  # characters of an error of transformers
 FIRST_WORD: Final = 5  # smaller numbers are special tokens: padding, start, end, mask
@@ -71,13 +72,7 @@ def find(name: str, seed: int = 0) -> Trainable:
     if not name:
         raise bad('the model "hf:" without a name', "hf: and a model type", "hf:gpt2 or hf:llama")
     kind = kind_of(name)
-    loss, make_batch = _LOSS_AND_BATCH[kind]
-
-    def make() -> nn.Module:
-        config = partial(small_config, name)
-        return _make(name, kind, seed, config, lambda model: loss(model, make_batch(1, seed)))
-
-    return Trainable(f"hf:{name}", make, loss, make_batch, tokens)
+    return Trainable(f"hf:{name}", partial(_make, name, kind, seed), kind.loss, kind.batch, tokens)
 
 
 def require_transformers(model: str) -> None:
@@ -90,27 +85,16 @@ def require_transformers(model: str) -> None:
         )
 
 
-def tokens(batch: dict[str, Tensor]) -> int:
-    return int((batch["targets"] != IGNORED).sum())
-
-
 def causal_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     with Wide():
         logits = model(input_ids=batch["inputs"]).logits
-    return _cross_entropy(logits, batch["targets"])
+    return cross_entropy(logits, batch["targets"])
 
 
 def seq2seq_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     with Wide():
         out = model(input_ids=batch["inputs"], decoder_input_ids=batch["decoder_inputs"])
-    return _cross_entropy(out.logits, batch["targets"])
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    return functional.cross_entropy(
-        logits.flatten(0, 1).to(dtype), targets.flatten(), ignore_index=IGNORED
-    )
+    return cross_entropy(out.logits, batch["targets"])
 
 
 def causal_batch(rows: int, seed: int, vocabulary: int = VOCABULARY) -> dict[str, Tensor]:
@@ -190,11 +174,29 @@ def _by_group(rows_NI: Tensor, stacked_EIO: Tensor, ends_E: Tensor) -> Tensor:
     return torch.cat([part @ weight for part, weight in parts])
 
 
-_LOSS_AND_BATCH: Final[dict[str, tuple[Loss, Callable[..., Any]]]] = {
-    "causal": (causal_loss, causal_batch),
-    "masked": (causal_loss, masked_batch),
-    "seq2seq": (seq2seq_loss, seq2seq_batch),
-}
+class Kind(NamedTuple):
+    """A kind of language model: the class of transformers that makes it, its loss and batches."""
+
+    family: str
+    names: str  # of its model types, in transformers' tables
+    loss: Loss
+    batch: Callable[..., Any]
+
+
+CAUSAL: Final = Kind(
+    "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", causal_loss, causal_batch
+)
+#: The kinds of a model type, of which the first one counts.
+KINDS: Final = (
+    Kind(
+        "AutoModelForSeq2SeqLM",
+        "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+        seq2seq_loss,
+        seq2seq_batch,
+    ),
+    Kind("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", causal_loss, masked_batch),
+    CAUSAL,
+)
 
 
 def is_folder(name: str) -> bool:
@@ -268,43 +270,38 @@ def _as_generates(model: Any, path: Path) -> Any:
 
 def _in_folder(path: Path) -> Trainable:
     config = config_of(path, dropout=False)
-    loss, make_batch = _LOSS_AND_BATCH[kind_of(config.model_type)]
+    kind = kind_of(config.model_type)
     with explained(path):
         text = getattr(config, "get_text_config", lambda: config)()
-        batch = partial(make_batch, vocabulary=min(VOCABULARY, text.vocab_size))
+        batch = partial(kind.batch, vocabulary=min(VOCABULARY, text.vocab_size))
     make = partial(load, path, config)
-    return Trainable(f"hf:{path}", make, loss, batch, tokens, on_meta=True)
+    return Trainable(f"hf:{path}", make, kind.loss, batch, tokens, on_meta=True)
 
 
-def kind_of(name: str) -> str:
-    """The loss of the model type: "causal", "masked" or "seq2seq"."""
+def kind_of(name: str) -> Kind:
+    """The kind of the model type. Raises InputError if transformers has none of this name."""
     from transformers.models.auto import modeling_auto as auto  # the extra `hf`
 
-    causal = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    masked = auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    seq2seq = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-    if name not in {**causal, **masked, **seq2seq}:
-        close = suggestions(name, {**causal, **masked, **seq2seq}, 3)
-        raise bad(
-            f'the model "hf:{name}", for which transformers has no language model',
-            f"a model type of transformers, such as {', '.join(close)}",
-            f"hf:{close[0]}",
-        )
-    if name in seq2seq:
-        return "seq2seq"
-    return "masked" if name in masked else "causal"
+    types = {kind: getattr(auto, kind.names) for kind in KINDS}
+    for kind, names in types.items():
+        if name in names:
+            return kind
+    close = suggestions(name, dict.fromkeys(chain.from_iterable(types.values())), 3)
+    raise bad(
+        f'the model "hf:{name}", for which transformers has no language model',
+        f"a model type of transformers, such as {', '.join(close)}",
+        f"hf:{close[0]}",
+    )
 
 
-def _make(
-    name: str, kind: str, seed: int, config: Callable[[], Any], trial: Callable[[nn.Module], Tensor]
-) -> nn.Module:
+def _make(name: str, kind: Kind, seed: int) -> nn.Module:
     family = _family(kind)
     with _quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            model = family.from_config(config())
+            model = family.from_config(small_config(name))
             with torch.no_grad():
-                trial(model)
+                kind.loss(model, kind.batch(1, seed))
         except Exception as error:  # each configuration class has its own requirements
             raise bad(
                 f'the model "hf:{name}", whose small configuration gives '
@@ -315,14 +312,8 @@ def _make(
     return model
 
 
-def _family(kind: str) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
-
-    return {
-        "causal": AutoModelForCausalLM,
-        "masked": AutoModelForMaskedLM,
-        "seq2seq": AutoModelForSeq2SeqLM,
-    }[kind]
+def _family(kind: Kind) -> Any:
+    return getattr(importlib.import_module("transformers"), kind.family)
 
 
 def small_config(name: str) -> Any:

@@ -6,15 +6,16 @@ whose hidden width is k + 1 times as large.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from shardwise.core.errors import bad
 from shardwise.models import gpt
-from shardwise.models.gpt import IGNORED, NORM_EPS, Attention, GPTConfig, SwiGLU, rotation
+from shardwise.models.gpt import NORM_EPS, Attention, GPTConfig, SwiGLU, rotation
+from shardwise.models.trainable import Loss
 from shardwise.techniques.expert.gate import FIXED, GATES, Gate
 from shardwise.techniques.expert.moe_layer import MoE, name_layers
 from shardwise.techniques.tensor.tensor_table import Table
@@ -51,6 +52,39 @@ class MoEConfig:
     @property
     def sequence(self) -> int:
         return self.gpt.sequence
+
+    @property
+    def loss(self) -> Loss:
+        return loss
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The sizes by the keys of the configuration's section [model]."""
+        gate = self.gate
+        own = {"experts": gate.experts, "experts_per_token": gate.k, "gate": gate.name}
+        return self.gpt.numbers | own | {"capacity": gate.capacity, "shared_experts": self.shared}
+
+    def build(self) -> nn.Module:
+        """The model on the current default device."""
+        return MoEGPT(self)
+
+    def fill(self, seed: int) -> "partial[None]":
+        """Writes a parameter's first value, by seed and name."""
+        return self.gpt.fill(seed)
+
+    @property
+    def parameters(self) -> int:
+        gpt, name, experts = self.gpt, self.gate.name, self.gate.experts
+        dense = replace(gpt, hidden=gpt.hidden * (experts + self.shared)).parameters
+        routers = {"noisy-topk": 2}.get(name, int(name not in FIXED))
+        return dense + gpt.layers * routers * gpt.width * experts
+
+    @property
+    def flops_per_token(self) -> int:
+        """As a GPT's, of the experts that a token uses or all share, and the router."""
+        gpt, used = self.gpt, self.gate.k + self.shared
+        dense = replace(gpt, hidden=gpt.hidden * used).flops_per_token
+        return dense + 6 * gpt.layers * gpt.width * self.gate.experts
 
 
 def tiny(text: str) -> MoEConfig:
@@ -141,39 +175,15 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     theirs through its own, so that its gradients count in any case.
     """
     found = model(batch["inputs"], batch.get("experts"))
-    dtype = torch.promote_types(found.logits.dtype, torch.float32)
-    summed = functional.cross_entropy(
-        found.logits.flatten(0, 1).to(dtype),
-        batch["targets"].flatten(),
-        ignore_index=IGNORED,
-        reduction="sum",
-    )
+    summed = gpt.cross_entropy(found.logits, batch["targets"], "sum")
     return summed / max(1, gpt.tokens(batch)) + found.auxiliary
 
 
-def batch(rows: int, config: MoEConfig, seed: int) -> dict[str, Tensor]:
+def batch(config: MoEConfig, rows: int, seed: int) -> dict[str, Tensor]:
     """Uniform random tokens, and the expert of each where the gate reads it."""
-    sizes, generator = config.gpt, torch.Generator().manual_seed(seed)
-    text = torch.randint(sizes.vocabulary, (rows, sizes.sequence + 1), generator=generator)
-    made: dict[str, Any] = {
-        "inputs": text[:, :-1].contiguous(),
-        "targets": text[:, 1:].contiguous(),
-    }
+    made = gpt.random_text(rows, config.sequence, config.vocabulary, seed)
     if config.gate.name == "assigned":
-        shape = rows, sizes.sequence
+        generator = torch.Generator().manual_seed(seed + 1)
+        shape = rows, config.sequence
         made["experts"] = torch.randint(config.gate.experts, shape, generator=generator)
     return made
-
-
-def parameters(config: MoEConfig) -> int:
-    sizes, experts = config.gpt, config.gate.experts
-    dense = gpt.parameters(replace(sizes, hidden=sizes.hidden * (experts + config.shared)))
-    routers = {"noisy-topk": 2}.get(config.gate.name, int(config.gate.name not in FIXED))
-    return dense + sizes.layers * routers * sizes.width * experts
-
-
-def flops_per_token(config: MoEConfig) -> int:
-    """As gpt.flops_per_token, of the experts that a token uses or all share, and the router."""
-    sizes, used = config.gpt, config.gate.k + config.shared
-    dense = gpt.flops_per_token(replace(sizes, hidden=sizes.hidden * used))
-    return dense + 6 * sizes.layers * sizes.width * config.gate.experts

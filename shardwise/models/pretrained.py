@@ -21,7 +21,7 @@ what a plan costs (`shardwise predict`, `table`).
 A row of a batch has as many positions as a sequence of the published training.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +34,7 @@ from shardwise.core.errors import bad
 from shardwise.models import hf
 from shardwise.models.gpt import GPTConfig
 from shardwise.models.moe import MoEConfig
+from shardwise.models.trainable import Loss
 from shardwise.techniques.data.flat.flat_parameter import Fill
 from shardwise.techniques.expert.gate import Gate
 
@@ -61,6 +62,32 @@ class FolderConfig:
     parameters: int
     multiplied: int
 
+    @property
+    def loss(self) -> Loss:
+        return hf.causal_loss
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The sizes, without the path, which may be another when a run is resumed."""
+        return {k: v for k, v in asdict(self).items() if k not in ("path", "multiplied")}
+
+    def build(self) -> nn.Module:
+        """The model, on the current default device if that is meta, else on the CPU."""
+        if torch.get_default_device().type == "meta":
+            return _on_meta(self.path)
+        return hf.load(self.path, hf.config_of(self.path))
+
+    def fill(self, seed: int) -> Fill:
+        """Writes a parameter from the folder, for a model on the meta device."""
+        weights, model = open_weights(self.path), _on_meta(self.path)
+        if {name for name, _ in model.named_parameters()} <= {*weights.names}:
+            return weights
+        return partial(_copy, self.path)
+
+    @property
+    def flops_per_token(self) -> int:
+        return 6 * self.multiplied + 12 * self.layers * self.width * self.sequence
+
 
 def read(path: Path, sequence: int | None, *, weights: bool = True) -> FolderConfig:
     """The sizes of the model in a folder; `sequence` None: as many positions as it has, to 1024.
@@ -69,8 +96,7 @@ def read(path: Path, sequence: int | None, *, weights: bool = True) -> FolderCon
     if weights:
         open_weights(path)
     config = hf.config_of(path)
-    kind = hf.kind_of(config.model_type)
-    if kind != "causal":
+    if hf.kind_of(config.model_type) is not hf.CAUSAL:
         raise bad(
             f"model.name = '{PREFIX}{path}', a {config.model_type}",
             "a causal language model, which predicts the next token",
@@ -95,25 +121,6 @@ def read(path: Path, sequence: int | None, *, weights: bool = True) -> FolderCon
             sum(p.numel() for p in model.parameters()),
             _multiplied(model, text),
         )
-
-
-def build(config: FolderConfig) -> nn.Module:
-    if torch.get_default_device().type == "meta":
-        return _on_meta(config.path)
-    return hf.load(config.path, hf.config_of(config.path))
-
-
-def fill(config: FolderConfig) -> Fill:
-    """Writes a parameter from the folder, for a model on the meta device."""
-    weights, model = open_weights(config.path), _on_meta(config.path)
-    names = {name for name, _ in model.named_parameters()}
-    if names <= {*weights.names}:
-        return weights
-    return partial(_copy, config.path)
-
-
-def flops_per_token(config: FolderConfig) -> int:
-    return 6 * config.multiplied + 12 * config.layers * config.width * config.sequence
 
 
 def _on_meta(path: Path) -> nn.Module:

@@ -17,9 +17,9 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
@@ -56,12 +56,8 @@ def find(
 def made_by(name: str, what: str, returns: str) -> Any:
     """What `path/to/file.py:function` returns. Raises InputError as `find`, about `what`."""
     make = _function(name, what, returns)
-    try:
+    with explained(name, "calling the function", what, returns):
         return make()
-    except InputError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise failed(name, "calling the function", error, what, returns) from error
 
 
 def of_function(
@@ -80,27 +76,26 @@ def of_function(
 
 
 def _require_batches(make_batch: Callable[..., Any], name: str) -> None:
+    if why := _refusal(make_batch, 1, 0):
+        given = f'make_batch of the model "{name}", to which rows and seed cannot be given ({why})'
+        raise bad(given, BATCHES, "def make_batch(rows, seed): ...")
+
+
+def _refusal(function: Callable[..., Any], *arguments: object) -> str:
+    """Why a function cannot be called with these arguments; "" if it can."""
     try:
-        inspect.signature(make_batch).bind(1, 0)
+        inspect.signature(function).bind(*arguments)
     except TypeError as error:
-        raise bad(
-            f'make_batch of the model "{name}", to which rows and seed cannot be given ({error})',
-            BATCHES,
-            "def make_batch(rows, seed): ...",
-        ) from None
+        return str(error)
     except ValueError:  # a function in C may have no signature
         pass
+    return ""
 
 
 def _batch(make_batch: Callable[[int, int], Any], name: str, rows: int, seed: int) -> Any:
     """A batch of a user's function. Raises InputError if that fails, or has other rows."""
-    try:
+    with explained(name, f"make_batch({rows}, {seed})", "the batches of the model", BATCHES):
         made = make_batch(rows, seed)
-    except InputError:
-        raise
-    except (Exception, SystemExit) as error:
-        doing = f"make_batch({rows}, {seed})"
-        raise failed(name, doing, error, "the batches of the model", BATCHES) from error
     tensors = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
     odd = any(x.layout is not torch.strided or x.is_meta or x.is_nested for x in tensors)
     lengths = [] if odd else [len(x) for x in tensors if x.dim()]
@@ -146,23 +141,14 @@ def _load(path: Path, name: str, what: str, returns: str) -> ModuleType:
     assert spec is not None and spec.loader is not None  # the name ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses look up their module by name
-    with _beside(path):
-        try:
-            spec.loader.exec_module(module)
-        except (Exception, SystemExit) as error:
-            del sys.modules[module_name]
-            raise failed(name, "running the file", error, what, returns) from error
-    return module
-
-
-@contextmanager
-def _beside(path: Path) -> Iterator[None]:
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)
     try:
-        yield
+        with explained(name, "running the file", what, returns):
+            spec.loader.exec_module(module)
     finally:
         sys.path.remove(folder)
+    return module
 
 
 def _named(module: ModuleType, function: str, name: str, what: str) -> Callable[[], Any]:
@@ -188,36 +174,19 @@ def _call(
     """The module, its loss and batches; with `make_batch`, a module alone returns its loss."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        try:
+        with explained(name, "calling the function"):
             made = build()
-        except InputError:
-            raise
-        except (Exception, SystemExit) as error:
-            raise failed(name, "calling the function", error) from error
     if isinstance(made, nn.Module):
         if make_batch is not None:
             return made, own_loss, make_batch
         return made, mean_square, _guess(made, name)
-    if not isinstance(made, tuple):
-        given = f'the model "{name}", which returns a {type(made).__name__}'
-        raise bad(given, RETURNS, "return model")
-    if wrong := _wrong(made):
-        given = f'the model "{name}", which returns a tuple {wrong}'
+    parts: tuple[Any, ...] = made if isinstance(made, tuple) else (made,)
+    model, *functions = parts or (None,)
+    if not isinstance(model, nn.Module) or len(functions) != 2 or not all(map(callable, functions)):
+        kinds = ", ".join(type(part).__name__ for part in parts)
+        given = f'the model "{name}", which returns {kinds}'
         raise bad(given, RETURNS, "return model, loss, make_batch")
-    return made[0], made[1], make_batch or made[2]
-
-
-def _wrong(made: tuple[Any, ...]) -> str:
-    parts = ("model", "loss", "make_batch")
-    if len(made) != len(parts):
-        missing = " and ".join(parts[len(made) :])
-        return f"without {missing}" if missing else f"of {len(made)}"
-    if not isinstance(made[0], nn.Module):
-        return f"whose model is a {type(made[0]).__name__}"
-    for part, value in zip(parts[1:], made[1:], strict=True):
-        if not callable(value):
-            return f"whose {part} is a {type(value).__name__}, not a function"
-    return ""
+    return model, functions[0], make_batch or functions[1]
 
 
 def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
@@ -242,16 +211,10 @@ def _guess(model: nn.Module, name: str) -> Callable[[int, int], Tensor]:
             "a module alone whose first layer is an nn.Linear or an nn.Embedding",
             "return model, loss, make_batch",
         )
-    try:
-        inspect.signature(model.forward).bind("batch")
-    except TypeError as error:
-        raise bad(
-            f'the model "{name}", whose forward does not take one input ({error})',
-            "a module alone whose forward takes one tensor",
-            "return model, loss, make_batch",
-        ) from None
-    except ValueError:  # a function in C may have no signature
-        pass
+    if why := _refusal(model.forward, "batch"):
+        given = f'the model "{name}", whose forward does not take one input ({why})'
+        allowed = "a module alone whose forward takes one tensor"
+        raise bad(given, allowed, "return model, loss, make_batch")
 
     def make_batch(rows: int, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -263,16 +226,22 @@ def _guess(model: nn.Module, name: str) -> Callable[[int, int], Tensor]:
     return make_batch
 
 
-def failed(
-    name: str, doing: str, error: BaseException, what: str = "the model", returns: str = RETURNS
-) -> InputError:
-    """An InputError with the user's error and the line of the user's file that raised it."""
-    place = place_of(error, name)
-    return bad(
-        f'{what} "{name}"; {doing} gives {type(error).__name__}: {error} ({place})',
-        returns,
-        f"the same command, once {place.partition(',')[0]} is corrected",
-    )
+@contextmanager
+def explained(
+    name: str, doing: str, what: str = "the model", returns: str = RETURNS
+) -> Generator[None]:
+    """Any error of the user's code is an InputError, with the line of the file that raised it."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:
+        place = place_of(error, name)
+        raise bad(
+            f'{what} "{name}"; {doing} gives {type(error).__name__}: {error} ({place})',
+            returns,
+            f"the same command, once {place.partition(',')[0]} is corrected",
+        ) from error
 
 
 def place_of(error: BaseException, name: str) -> str:
@@ -310,17 +279,37 @@ class UserConfig:
     multiplied: int
     layers: int = 1
 
+    @property
+    def loss(self) -> Loss:
+        return partial(_loss, self.name, self.seed)
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The sizes by the keys of the configuration's section [model]."""
+        hidden = ("multiplied", "name", "seed")
+        return {k: v for k, v in asdict(self).items() if k not in hidden}
+
+    def build(self) -> nn.Module:
+        """The model with its weights, on the CPU: nobody knows whether it can be made without."""
+        with torch.device("cpu"):
+            return _found(self.name, self.seed).make()
+
+    def fill(self, seed: int) -> None:
+        """None: the model is made with its weights."""
+
+    @property
+    def flops_per_token(self) -> int:
+        return 6 * self.multiplied
+
 
 def read(name: str, sequence: int, vocabulary: int, seed: int) -> UserConfig:
     """The sizes of the model, which is tried on a batch of text, or raises InputError."""
     found = _found(name, seed)
     model, batch = found.build(), gpt.random_text(ROWS, sequence, vocabulary, seed)
+    doing = f"its loss of text [{ROWS}, {sequence}] with numbers below {vocabulary:,}"
     with torch.no_grad():
-        try:
+        with explained(name, doing):
             found.loss(model, batch)
-        except Exception as error:
-            doing = f"its loss of text [{ROWS}, {sequence}] with numbers below {vocabulary:,}"
-            raise failed(name, doing, error) from error
         size = _logits_size(model, batch["inputs"])
     multiplied = {
         p: p.numel()
@@ -330,20 +319,6 @@ def read(name: str, sequence: int, vocabulary: int, seed: int) -> UserConfig:
     }
     count = sum(p.numel() for p in model.parameters())
     return UserConfig(name, seed, size or vocabulary, sequence, count, sum(multiplied.values()))
-
-
-def build(config: UserConfig) -> nn.Module:
-    """The model with its weights, on the CPU: nobody knows whether it can be made without."""
-    with torch.device("cpu"):
-        return _found(config.name, config.seed).make()
-
-
-def loss_of(config: UserConfig) -> Loss:
-    return partial(_loss, config.name, config.seed)
-
-
-def flops_per_token(config: UserConfig) -> int:
-    return 6 * config.multiplied
 
 
 @cache

@@ -22,15 +22,15 @@ from torch import profiler
 
 from shardwise.callbacks.callback import Callbacks
 from shardwise.checkpoint.folder import all_in, find, passed_over
-from shardwise.comm.move import all_gather_object, on_all_ranks, on_rank_zero
+from shardwise.comm.move import on_all_ranks, on_rank_zero
 from shardwise.comm.start.worker import NOTHING, StopSignal
 from shardwise.comm.world import World
-from shardwise.core.errors import NonFiniteError, bad
+from shardwise.core.errors import NonFiniteError
+from shardwise.engine.checks.consistency import require_same
 from shardwise.engine.checks.device_room import explained, ran_out
 from shardwise.engine.engine import Engine
 from shardwise.engine.step_end import Metrics as StepMetrics
 from shardwise.engine.step_end import Progress
-from shardwise.models.decoder import flops_per_token
 from shardwise.train import metrics, progress, run_folder
 from shardwise.train.config import Config
 from shardwise.train.data.data import Index, block, unigram_entropy
@@ -43,8 +43,7 @@ from shardwise.train.model import (
     with_least_offload,
 )
 from shardwise.train.prepare import PreparedRun, RunStart, hold_folder, prepare
-from shardwise.train.run import Flags, Run, any_rank, finish, is_due, say
-from shardwise.train.saving import Position, RunSaves, load_run
+from shardwise.train.run import Position, Run, RunSaves, finish, is_due, load_run, on_any_rank, say
 from shardwise.train.summary import Summary
 
 LOCK_PATIENCE_S = 5.0  # for the ranks of torchrun and Slurm: a restart may come before an end
@@ -79,13 +78,14 @@ def train(
         engine = build(prepared, world)
         at = load_run(prepared, engine) if start.resume else Position()
         # every rank has checked the folder and built the engine, before rank 0 changes the folder
-        if any_rank(stop.received, world):
+        if any(on_any_rank(world, stop.received)):
             return say(NOTHING, world, console)
-        on_rank_zero(lambda: claim(prepared, overwrite=start.overwrite), world)
+        vocabulary = prepared.corpus.packed.vocabulary
+        on_rank_zero(lambda: run_folder.claim(config, start.overwrite, vocabulary), world)
         with ExitStack() as shown:
             run = begin(prepared, engine, at, stop, console=console, stack=shown)
             opening(run, at)
-            if any_rank(stop.received, world):
+            if any(on_any_rank(world, stop.received)):
                 return say(NOTHING, world, console)
             stopped = steps(run, at)
             run.saves.close()
@@ -97,22 +97,7 @@ def require_same_inputs(prepared: PreparedRun, world: World) -> None:
     config = prepared.config
     own = {f"{part}.{k}": v for part in SAME for k, v in getattr(config, part).model_dump().items()}
     own |= {"the tokens of data.source": prepared.corpus.packed.key}
-    found = all_gather_object(own, world)
-    for rank, other in enumerate(found):
-        names = [name for name in own if other[name] != found[0][name]]
-        if names:
-            here, there = found[0][names[0]], other[names[0]]
-            raise bad(
-                f"{names[0]} = {there!r} on rank {rank}, which is {here!r} on rank 0",
-                "the same configuration and data on all ranks",
-                "the same files on each host, or in a folder that all of them see",
-            )
-
-
-def claim(prepared: PreparedRun, *, overwrite: bool) -> None:
-    """Prepare the run's folder. Raises InputError if it cannot be written."""
-    run_folder.claim(prepared.config, overwrite)
-    run_folder.keep_tokenizer(prepared.config, prepared.corpus.packed.vocabulary)
+    require_same(world, own, "the same configuration and data, in a folder that all ranks see")
 
 
 def begin(
@@ -198,17 +183,17 @@ def steps(run: Run, at: Position) -> bool:
             validation = evaluate(run)
         entry = record(run, done, at, seconds)
         tell(run, replace(entry, validation=validation))
-        world = run.engine.world
-        own = run.stop.received, bool(run.metrics.failure), run.saves.written, run.saves.lost
-        flags = Flags(*own).agree(world)
-        if flags.failed:
+        world, failure = run.engine.world, bool(run.metrics.failure)
+        writing, lost = not run.saves.written, run.saves.lost
+        stop, failed, writing, lost = on_any_rank(world, run.stop.received, failure, writing, lost)
+        if failed:
             on_all_ranks(run.metrics.require_written, world)
-        if flags.saved or flags.lost:
+        if lost or not writing:
             run.note(run.saves.settle())
-        if last or flags.stop or due:
-            run.note(run.saves.save(at, validation, wait=last or flags.stop))
+        if last or stop or due:
+            run.note(run.saves.save(at, validation, wait=last or stop))
         run.note(run.metrics.take_unwritten())
-        if flags.stop and not last:
+        if stop and not last:
             run.progress.note(
                 f"stopped by a signal after step {at.step}; the checkpoint is saved, and --resume "
                 "continues from it. No report was made"
@@ -268,7 +253,7 @@ def evaluate(run: Run) -> float:
 
 def record(run: Run, done: StepMetrics, at: Position, seconds: float) -> Record:
     """The step as a record. MFU: this rank's share of the model's operations over its peak."""
-    flops = done.tokens / run.engine.world.size * flops_per_token(run.prepared.sizes)
+    flops = done.tokens / run.engine.world.size * run.prepared.sizes.flops_per_token
     loads = step_loads(run.engine)
     look = at.step % MEMORY_EVERY == 0 or at.step in (1, 2, run.prepared.config.train.steps)
     return Record(

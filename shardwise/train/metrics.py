@@ -25,7 +25,7 @@ from shardwise.engine.engine import Engine
 from shardwise.prediction.cluster import PRESETS, cluster_of
 from shardwise.techniques.expert.apply import ExpertLayout
 from shardwise.techniques.expert.moe_layer import Load
-from shardwise.train.data.packed import publish, unwritable_folder
+from shardwise.train.data.packed import publish, using_folder
 
 FILE = "metrics.jsonl"
 
@@ -206,11 +206,9 @@ def tags(record: Record) -> dict[str, float]:
 @contextmanager
 def writer(folder: Path, after: int) -> Iterator[TextIO]:
     """Open the metrics of the run in `folder`, to continue after step `after`."""
-    try:
+    with using_folder(folder, "run.folder"):
         keep_until(folder, after)
         file = (folder / FILE).open("a", encoding="utf-8")
-    except OSError as error:
-        raise unwritable_folder(folder, "run.folder", error) from None
     try:
         yield file
     finally:

@@ -1,35 +1,43 @@
-"""The model of a run, built for its plan; its batches and learning rates."""
+"""The model of a run: its sizes, built for its plan; its batches and learning rates."""
 
 import math
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.comm.world import World
+from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
+from shardwise.derive.table import table_or_derived
 from shardwise.engine.checks.device_room import AUTO, explained, ran_out, with_offload
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer.optimizer_spec import Adafactor, AdamW, Lion, Muon, OptimizerSpec
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine
 from shardwise.engine.predict import Predictor, predict_with
-from shardwise.models import decoder, gpt
-from shardwise.models.decoder import Sizes
+from shardwise.models import gpt, hf, moe, pretrained, user
+from shardwise.models.gpt import GPTConfig
+from shardwise.models.moe import MoEConfig
+from shardwise.models.pretrained import PUBLISHED
+from shardwise.models.registry import NAMED, Sizes, named_sizes, nearest
 from shardwise.models.trainable import without_decay
 from shardwise.observe.dry_twin import DryTwin
 from shardwise.observe.work import kernels_of
 from shardwise.prediction.prediction import Prediction
+from shardwise.techniques.expert import apply as expert_parallel
+from shardwise.techniques.tensor import apply as tensor_parallel
 from shardwise.techniques.tensor.tensor_table import Table
 from shardwise.train.config import Config
-from shardwise.train.config_sections import TrainSection
+from shardwise.train.config_sections import ModelSection, TrainSection
 from shardwise.train.data.data import Rows, padded
 from shardwise.train.prepare import PreparedRun
-from shardwise.train.sizes import on_meta
+from shardwise.verify.inputs import table_in
 
 Batch = dict[str, Tensor]
 
@@ -41,7 +49,7 @@ def build(prepared: PreparedRun, world: World) -> Engine:
     except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError on a CPU
         if not ran_out(error):
             raise
-        what = f"for its part of a model of {decoder.parameters(prepared.sizes):,} parameters"
+        what = f"for its part of a model of {prepared.sizes.parameters:,} parameters"
         raise explained(error, what, prepared.plan, world.rank) from error
 
 
@@ -116,7 +124,7 @@ def options_of_run(
     return EngineOptions(
         optimizer=optimizer_of(train, on_meta(sizes)),
         # not a number for a part without targets, which has weight zero
-        loss=decoder.loss_of(sizes),
+        loss=sizes.loss,
         # an infinite bound does not clip, but the norm is computed, and recorded
         clip=train.clip or float("inf"),
         table=table,
@@ -137,7 +145,7 @@ def _build_engine(prepared: PreparedRun, world: World) -> Engine:
     options = replace(
         _options(prepared, world.device),
         tokens=gpt.tokens,
-        fill=decoder.fill(prepared.sizes, train.seed),
+        fill=prepared.sizes.fill(train.seed),
         offload_folder=prepared.config.offload.folder,
     )
     return build_engine(model, prepared.plan, world, options)
@@ -177,3 +185,114 @@ def learning_rate(step: int, train: TrainSection) -> float:
         done = max(0.0, 1 - (1 - done) / WSD_DECAY)
     left = (1 + math.cos(math.pi * done)) / 2 if train.decay == "cosine" else 1 - done
     return train.lr * (train.min_lr_ratio + (1 - train.min_lr_ratio) * left)
+
+
+# --- the sizes of the model, and whether it fits the plan -----------------------------------------
+
+TABLE_ROWS: Final = 2  # of the batch from which a table is derived
+_DEFAULT: Final = ModelSection().model_dump()
+#: Keys that only layers of experts read.
+OF_EXPERTS: Final = ("gate", "experts_per_token")
+
+
+def model_sizes(
+    section: ModelSection, vocabulary: int, seed: int = 0, *, weights: bool = True
+) -> Sizes:
+    """The named sizes with the tokenizer's vocabulary, overridden by the keys of the section.
+    Published sizes have their own vocabulary. `hf:./FOLDER` and `file.py:build` have all of their
+    own, except the length of a training sequence; without `weights` a folder may have a
+    configuration alone. `seed` is the seed of a user's weights and of the gates' random numbers.
+    """
+    name, sequence = section.name, section.sequence
+    changed = [key for key, value in _DEFAULT.items() if getattr(section, key) != value]
+    of_experts = [key for key in changed if key in OF_EXPERTS]
+    if name.startswith(pretrained.PREFIX):
+        _refuse(section, set(changed) - {"name", "sequence"})
+        folder = name.removeprefix(pretrained.PREFIX)
+        if hf.is_folder(folder):
+            return pretrained.read(Path(folder), sequence, weights=weights)
+        allowed = "hf: and the path of a folder with weights, in which there is a slash"
+        raise bad(f"model.name = '{name}'", allowed, f"model.name = 'hf:./{folder or 'model'}'")
+    if ".py" in name:
+        _refuse(section, set(changed) - {"name", "sequence"})
+        if sequence is not None:
+            return user.read(name, sequence, vocabulary, seed)
+        allowed = "the positions of a training sequence beside a model of a file"
+        raise bad(f"model.name = '{name}' without model.sequence", allowed, "model.sequence = 128")
+    named = named_sizes(name)
+    if named is None:
+        allowed = f"{', '.join(NAMED)}, hf:./FOLDER or file.py:build"
+        raise bad(f"model.name = '{name}'", allowed, f"model.name = '{nearest(name)}'")
+    given = {f.name: getattr(section, f.name) for f in fields(GPTConfig)}
+    sizes: dict[str, Any] = {} if name in PUBLISHED else {"vocabulary": vocabulary}
+    sizes |= {key: value for key, value in given.items() if value is not None}
+    if "heads" in sizes and "kv_heads" not in sizes:
+        sizes["kv_heads"] = sizes["heads"]
+    dense = replace(named.gpt if isinstance(named, MoEConfig) else named, **sizes)
+    if isinstance(named, MoEConfig):
+        _refuse(section, {key for key in changed if key in ("experts", *OF_EXPERTS)})
+        return _trained_on_text(replace(named, gpt=dense, seed=seed))
+    if section.experts is not None:
+        gate, _, capacity = section.gate.partition(":")
+        text = f"{gate}:{capacity}:{section.experts}:{section.experts_per_token or ''}"
+        return _trained_on_text(replace(moe.tiny(text), gpt=dense, shared=0, seed=seed))
+    if of_experts:
+        key = of_experts[0]
+        raise bad(
+            f"model.{key} = {getattr(section, key)!r} without model.experts, which trains a dense "
+            "model",
+            "the number of experts beside it, or none of the keys of experts",
+            f"model.experts = 8, or leave model.{key} out",
+        )
+    return dense
+
+
+def _refuse(section: ModelSection, keys: Collection[str]) -> None:
+    if keys:
+        raise bad(
+            f"model.{min(keys)} with model.name = '{section.name}'",
+            "model.sequence, for example; this size is the model's own",
+            f"leave model.{min(keys)} out",
+        )
+
+
+def _trained_on_text(sizes: MoEConfig) -> MoEConfig:
+    """Raises InputError for a gate that reads numbers which no text has."""
+    if sizes.gate.name == "assigned":
+        raise bad(
+            f"model.gate = '{sizes.gate.name}' in a run on text, which does not assign tokens to "
+            "experts",
+            "a gate that reads logits or token ids",
+            "model.gate = 'hash'",
+        )
+    return sizes
+
+
+def on_meta(sizes: Sizes) -> nn.Module:
+    with torch.device("meta"):
+        return sizes.build()
+
+
+def run_table(file: str | None, sizes: Sizes, plan: Plan) -> Table | Mapping[str, str] | None:
+    """The table in the file `plan.table`, or a derived one for a model without its own."""
+    given = None if file is None else table_in(Path(file), "plan.table =")
+    # on meta: the sequence is not yet known to fit the data or this machine
+    tokens = torch.zeros(TABLE_ROWS, sizes.sequence, dtype=torch.int64, device="meta")
+    batch = {"inputs": tokens, "targets": tokens}
+    return table_or_derived(given, plan, lambda: on_meta(sizes), lambda: batch, sizes.loss)
+
+
+def require_fit(sizes: Sizes, plan: Plan, table: Table | Mapping[str, str] | None) -> None:
+    """Raise InputError if the plan has more tensor ranks than the model has heads or tokens."""
+    model = on_meta(_one_layer(sizes))
+    tensor_parallel.table_for(model, plan, table)
+    expert_parallel.check_experts(model, plan)
+
+
+def _one_layer(sizes: Sizes) -> Sizes:
+    """The sizes with a single layer; a model from a folder keeps all its layers."""
+    if isinstance(sizes, GPTConfig):
+        return replace(sizes, layers=1)
+    if isinstance(sizes, MoEConfig):
+        return replace(sizes, gpt=replace(sizes.gpt, layers=1))
+    return sizes

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from shardwise.checkpoint.lock import RUN_LOCK, only_writer
+from shardwise.checkpoint.lock import RUN_LOCK, locked
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
@@ -19,7 +19,7 @@ from shardwise.train import run_folder
 from shardwise.train.config import Config
 from shardwise.train.config_sections import TRACKERS, RunSection
 from shardwise.train.data.data import Batches, Corpus, split
-from shardwise.train.data.packed import tokenise, unwritable_folder
+from shardwise.train.data.packed import tokenise, using_folder
 from shardwise.train.data.sources import find
 from shardwise.train.data.tokens import check_fits
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from shardwise.callbacks import Callback
-    from shardwise.models.decoder import Sizes
+    from shardwise.models.registry import Sizes
     from shardwise.techniques.tensor.tensor_table import Table
 
 
@@ -114,20 +114,15 @@ def callbacks_of(config: RunSection) -> "Sequence[Callback]":
     return made
 
 
-def check_same(before: "Sizes", now: "Sizes") -> None:
+def check_same(old: "Sizes", new: "Sizes") -> None:
     """Raise InputError unless the model has the sizes of the saved one."""
-    from shardwise.models.decoder import numbers
-
-    saved, given = numbers(before), numbers(now)
-    names = dict.fromkeys([*saved, *given])
-    saved, given = ({name: each.get(name) for name in names} for each in (saved, given))
-    other = [name for name in names if saved[name] != given[name]]
+    saved, given = old.numbers, new.numbers
+    other = [name for name in saved | given if saved.get(name) != given.get(name)]
     if other:
-        raise bad(
-            "--resume with " + ", ".join(f"model.{n} = {given[n]} (was {saved[n]})" for n in other),
-            "the sizes that the run's checkpoints have",
-            ", ".join(f"model.{n} = {saved[n]}" for n in other) + ", or --overwrite for a new run",
-        )
+        changes = ", ".join(f"model.{n} = {given.get(n)} (was {saved.get(n)})" for n in other)
+        before = ", ".join(f"model.{n} = {saved.get(n)}" for n in other)
+        allowed = "the sizes that the run's checkpoints have"
+        raise bad(f"--resume with {changes}", allowed, f"{before}, or --overwrite for a new run")
 
 
 def prepare(
@@ -145,7 +140,7 @@ def prepare(
     packed = tokenise(replace(source, most_bytes=most_bytes), config.data.tokens, config.cache)
 
     # imports torch, which takes seconds; the checks so far did not need it
-    from shardwise.train.sizes import model_sizes, require_fit, run_table
+    from shardwise.train.model import model_sizes, require_fit, run_table
 
     sizes = model_sizes(config.model, packed.vocabulary.size, config.train.seed)
     check_fits(packed.vocabulary, sizes.vocabulary, config.model.name)
@@ -172,11 +167,9 @@ def hold_folder(config: Config, start: RunStart, patience_s: float = 0.0) -> Ite
     """
     path = config.folder / RUN_LOCK
     with ExitStack() as held:
-        try:
+        with using_folder(config.folder, "run.folder"):
             if not path.exists():
                 settled = start.resolve_auto(config)
                 run_folder.check(config, settled.resume, settled.overwrite)
-            held.enter_context(only_writer(config.folder, path, patience_s))
-        except OSError as error:
-            raise unwritable_folder(config.folder, "run.folder", error) from None
+            held.enter_context(locked(path, patience_s))
         yield start.resolve_auto(config)

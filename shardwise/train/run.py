@@ -2,43 +2,139 @@
 
 A signal may reach ranks in different steps, or only one rank. All ranks must stop after the same
 step, or some would wait forever in the next step's collectives. So after each step they all-reduce
-their flags: one byte per rank, counted in the ledger under the phase `check`. A signal after the
+their flags, a byte each, counted in the ledger under the phase `check`. A signal after the
 last save ends the run too: on all ranks before the report, and after that on rank 0 at once.
 """
 
 import resource
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from shardwise.comm.move import all_gather_object, all_reduce
+from shardwise.checkpoint.engines import fill, planned_save
+from shardwise.checkpoint.folder import MANIFEST, damaged, find, prune, step_of
+from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint
+from shardwise.checkpoint.pending import FAILED_S, PendingCheckpoint
+from shardwise.checkpoint.save import PlannedSave
+from shardwise.comm.move import all_gather_object, all_reduce, on_rank_zero
 from shardwise.comm.start.worker import StopSignal
 from shardwise.comm.world import World
-from shardwise.core.errors import InputError, one_line
+from shardwise.core.errors import InputError, RunError, bad, one_line
 from shardwise.core.mesh import EXPERTS
 from shardwise.core.tally import by_kind
+from shardwise.core.tools.arguments import is_count
 from shardwise.engine.engine import Engine
 from shardwise.engine.step_end import Progress
-from shardwise.models.decoder import parameters
 from shardwise.train import metrics
 from shardwise.train.metrics import MetricsWriter
 from shardwise.train.model import Batch, dry_twin, prediction_of
 from shardwise.train.prepare import PreparedRun
 from shardwise.train.progress import Shown
-from shardwise.train.report_contents import contents_of, table
-from shardwise.train.report_files import write
-from shardwise.train.run_folder import PAGE, REPORT, best_name
-from shardwise.train.saving import Position, RunSaves
-from shardwise.train.summary import RankCost, Summary, TimeCost, disk_line, time_cost
+from shardwise.train.run_folder import PAGE, REPORT, best_name, checkpoints_of
+from shardwise.train.run_report import report_of, write
+from shardwise.train.summary import RankCost, SaveCosts, Summary, TimeCost, disk_line, time_cost
 
 NO_REPORT = "stopped by a signal after the last step, which is saved; --resume makes the report"
 MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024  # the unit of getrusage's ru_maxrss
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Position:
+    """Steps done, and sequences consumed by them."""
+
+    step: int = 0
+    consumed: int = 0
+
+
+class RunSaves:
+    """The checkpoints that a run saves: at most one is being written."""
+
+    def __init__(
+        self, prepared: PreparedRun, engine: Engine, saved: Callable[[int, Path], object]
+    ) -> None:
+        """`saved` is called on all ranks with the step and the path of what was published."""
+        self.prepared, self.engine, self.saved = prepared, engine, saved
+        self.pending: PendingCheckpoint | None = None
+        self.costs = SaveCosts()
+
+    @property
+    def written(self) -> bool:
+        return self.pending is None or self.pending.done()
+
+    @property
+    def lost(self) -> bool:
+        return self.pending is not None and self.pending.failed
+
+    def save(self, at: Position, validation: float | None, *, wait: bool) -> str:
+        """Save a checkpoint, and remove old ones. Called by all ranks.
+        Without `wait`, a thread may write it, and the return value says what failed. With `wait`,
+        raises RunError, since no step follows that could save again.
+        """
+        said, began_s = self.settle(), time.perf_counter()
+        train, folder = self.prepared.config.train, checkpoints_of(self.prepared.config)
+        scalars = {
+            "step": at.step,
+            "consumed": at.consumed,
+            "data": self.prepared.data_mark,
+            "plan": str(self.prepared.plan),  # for information; another plan can load it
+            "engine": self.engine.scalars(),
+        } | ({} if validation is None else {"validation": validation})
+        keep = partial(prune, folder, train.keep, best=train.keep_best)
+        planned = planned_save(self.engine, folder, scalars, keep)
+        if train.async_save and not wait:
+            self.pending = PendingCheckpoint(planned)
+        else:
+            said += self._finished(planned, wait=wait)
+        held_s = time.perf_counter() - began_s
+        self.costs = replace(self.costs, held_s=self.costs.held_s + held_s)
+        return said
+
+    def _finished(self, planned: PlannedSave, *, wait: bool) -> str:
+        try:
+            path = planned.finish()
+        except RunError as error:
+            if wait:
+                raise
+            return _goes_on(error)
+        self._published(planned.step, path)
+        return ""
+
+    def settle(self) -> str:
+        """Wait for the pending checkpoint; returns what failed. Called by all ranks."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return ""
+        try:
+            path = pending.result()
+        except RunError as error:
+            return _goes_on(error)
+        self.costs = replace(self.costs, write_s=self.costs.write_s + pending.write_s)
+        self._published(step_of(path), path)
+        return ""
+
+    def close(self, *, failed: bool = False) -> None:
+        """Wait for what this rank writes, but not for long if the run has failed."""
+        if self.pending is not None:
+            self.pending.wait(FAILED_S if failed else None)
+
+    def _published(self, step: int, path: Path) -> None:
+        self.costs = replace(self.costs, saves=self.costs.saves + 1)
+        self.saved(step, path)
+
+
+def _goes_on(error: RunError) -> str:
+    return f"{str(error).removesuffix('.')}. Training goes on without this checkpoint"
 
 
 @dataclass
@@ -81,40 +177,49 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def any_rank(flag: bool, world: World) -> bool:
-    """The same result on all ranks."""
-    return any(_numbers(flag, world))
-
-
-@dataclass(frozen=True)
-class Flags:
-    """What ranks tell each other after a step, in one message.
-
-    stop     a signal was received
-    failed   a record could not be written, or a callback failed
-    saved    no checkpoint is being written
-    lost     a checkpoint could not be written
-    """
-
-    stop: bool
-    failed: bool
-    saved: bool
-    lost: bool
-
-    def agree(self, world: World) -> "Flags":
-        """`saved` if it is set on all ranks, the others if on at least one; alike on all ranks."""
-        own = (self.stop, self.failed, self.saved, self.lost)
-        numbers = _numbers(sum(flag << k for k, flag in enumerate(own)), world)
-        bits = [[bool(number >> k & 1) for number in numbers] for k in range(len(own))]
-        return Flags(any(bits[0]), any(bits[1]), all(bits[2]), any(bits[3]))
-
-
-def _numbers(own: int, world: World) -> list[int]:
-    numbers = torch.zeros(world.size, dtype=torch.uint8, device=world.device)
-    numbers[world.rank] = own
+def on_any_rank(world: World, *flags: bool) -> list[bool]:
+    """Which of the flags is set on at least one rank; the same result on all ranks."""
+    numbers = torch.tensor(flags, dtype=torch.uint8, device=world.device)
     with world.ledger.phase("check"):
-        all_reduce(numbers, world.everyone)
-    return numbers.tolist()
+        return all_reduce(numbers, world.everyone, "max").bool().tolist()
+
+
+def load_run(prepared: PreparedRun, engine: Engine) -> Position:
+    """Load the latest checkpoint into the engine, unless its data or model differs."""
+
+    def check(opened: OpenCheckpoint) -> None:
+        """Raise InputError unless a run on the same data saved it, or it has weights alone."""
+        if IMPORTED in opened.scalars:
+            return
+        missing = [name for name in ("step", "consumed", "data") if name not in opened.scalars]
+        if missing:
+            raise bad(
+                f"a checkpoint in '{folder}' without {', '.join(missing)}",
+                "a checkpoint saved by shardwise train, with its position in the data",
+                "--overwrite for a new run",
+            )
+        consumed, data = opened.scalars["consumed"], opened.scalars["data"]
+        if not is_count(consumed) or not isinstance(data, dict):
+            raise damaged(opened.path / MANIFEST, "its position in the data is not one of a run")
+        _check_data(data, prepared.data_mark)
+
+    folder = on_rank_zero(lambda: find(checkpoints_of(prepared.config)), engine.world)
+    scalars = fill(engine, folder, check)
+    return Position(scalars["step"], 0 if IMPORTED in scalars else scalars["consumed"])
+
+
+def _check_data(saved: dict[str, object], here: dict[str, object]) -> None:
+    names = {"tokens": "the data or its tokens", "sequence": "model.sequence"}
+    names |= {"validation": "data.validation", "seed": "train.seed"}
+    other = [name for name in names if saved.get(name) != here[name]]
+    if other:
+        raise bad(
+            "a checkpoint to resume from that was trained with "
+            + ", ".join(f"{names[n]} = {saved.get(n)} (now {here[n]})" for n in other),
+            "the same data, sequence length, validation share and seed, which define the position "
+            "in the data",
+            "the configuration in the run's folder, or --overwrite for a new run",
+        )
 
 
 # --- the end -----------------------------------------------------------------------------------
@@ -149,7 +254,7 @@ def collect(run: Run, began: Position, console: Console | None) -> Summary | Non
     costs = all_gather_object(own_cost(run), engine.world)
     if disk := disk_line(engine):
         say(disk, engine.world, console)
-    if any_rank(run.stop.received, engine.world):
+    if any(on_any_rank(engine.world, run.stop.received)):
         raise StoppedError
     if engine.world.rank != 0:
         return None
@@ -160,7 +265,7 @@ def collect(run: Run, began: Position, console: Console | None) -> Summary | Non
         config=config,
         plan=str(prepared.plan),
         ranks=engine.world.size,
-        parameters=parameters(prepared.sizes),
+        parameters=prepared.sizes.parameters,
         packed=prepared.corpus.packed,
         records=metrics.read(config.folder),
         unigram=run.unigram,
@@ -184,9 +289,11 @@ def own_time(run: Run, summary: Summary) -> TimeCost | None:
 def publish_report(summary: Summary, console: Console | None) -> Summary:
     """Write and show the report, with a line for each picture that fails."""
     screen = console or Console(highlight=False, markup=False)
-    contents, path = contents_of(summary), summary.config.folder
-    screen.print(table(contents))
-    for failure in write(contents, path):
+    report, path, grid = report_of(summary), summary.config.folder, Table.grid(padding=(0, 3))
+    for name, value in report.rows:
+        grid.add_row(Text(name, style="dim"), Text(value))
+    screen.print(grid)
+    for failure in write(report, path):
         screen.print(failure, soft_wrap=True, markup=False)
     page = f"; open {path / PAGE} in a browser" if (path / PAGE).is_file() else ""
     screen.print(one_line(f"report: {path / REPORT}{page}"), soft_wrap=True, markup=False)

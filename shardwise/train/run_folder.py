@@ -18,15 +18,14 @@ run whose checkpoints lack files. A folder with other files and no run is always
 
 import json
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Final
 
 from shardwise.checkpoint.folder import (
     CHECKPOINTS,
     LATEST,
+    MANIFEST,
     METADATA,
-    SCALARS,
     TOKENIZER,
     TOKENIZER_FILES,
     all_in,
@@ -39,7 +38,7 @@ from shardwise.checkpoint.lock import RUN_LOCK
 from shardwise.core.errors import InputError, bad
 from shardwise.core.tools.arguments import beside, setting
 from shardwise.train.config import Config, dump, read
-from shardwise.train.data.packed import PROBE, publish, unwritable_folder
+from shardwise.train.data.packed import PROBE, probe, publish, using_folder
 from shardwise.train.data.tokens import TokenizerVocabulary, Vocabulary
 
 CONFIG = "config.toml"
@@ -47,7 +46,6 @@ METRICS = "metrics.jsonl"
 PLOTS = "plots"
 TOKENIZER_FILE, ABOUT_TOKENIZER = "tokenizer.json", "tokenizer_config.json"
 REPORT, PAGE = "report.md", "report.html"
-PICTURES: Final = (f"{PLOTS}/loss.svg", f"{PLOTS}/memory.svg", f"{PLOTS}/bytes.svg")
 #: In every folder of a run, from its start.
 MARKER: Final = ".shardwise-run"
 #: Temporary files of other ranks and network file systems, and the lock.
@@ -59,12 +57,10 @@ def check(config: Config, resume: bool, overwrite: bool) -> None:
     folder = config.folder
     if resume and overwrite:
         raise bad("both --resume and --overwrite", "one of the two", "--resume")
-    try:
+    with using_folder(folder, "run.folder"):  # a name that is too long; no permission to read it
         found = _entries(config)
         run = bool(found) and is_run(folder)
         saved = all_in(checkpoints_of(config))
-    except OSError as error:  # a name that is too long; no permission to read the folder
-        raise unwritable_folder(folder, "run.folder", error) from None
     if found and not run and config.cache.resolve() != folder.resolve():
         names = ", ".join(found[:3])
         raise bad(
@@ -87,7 +83,9 @@ def check(config: Config, resume: bool, overwrite: bool) -> None:
             "or --overwrite to replace it",
             setting("run.folder", beside(folder)),
         )
-    _require_writable(folder)
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    with using_folder(folder, "run.folder"):
+        probe(there)
 
 
 def checkpoints_of(config: Config) -> Path:
@@ -114,10 +112,8 @@ def _has_saves(folder: Path) -> bool:
 
 def has_checkpoint(config: Config) -> bool:
     """Raises InputError for a folder that cannot be read."""
-    try:
+    with using_folder(config.folder, "run.folder"):
         return bool(all_in(checkpoints_of(config)))
-    except OSError as error:
-        raise unwritable_folder(config.folder, "run.folder", error) from None
 
 
 def unreadable_checkpoints(config: Config) -> list[Path]:
@@ -128,9 +124,11 @@ def unreadable_checkpoints(config: Config) -> list[Path]:
     return sorted(p for p in checkpoints.iterdir() if is_named_by_step(p) or p.name == LATEST)
 
 
-def claim(config: Config, overwrite: bool) -> None:
-    """Prepare the folder and write the configuration. One rank calls it, after `check`."""
-    try:
+def claim(config: Config, overwrite: bool, vocabulary: Vocabulary | None = None) -> None:
+    """Prepare the folder, and write the configuration, and the tokenizer unless tokens are bytes.
+    One rank calls it, after `check`.
+    """
+    with using_folder(config.folder, "run.folder"):
         if overwrite and _has_saves(config.folder):
             put_aside(config)
         for name in (REPORT, PAGE):  # of fewer steps
@@ -139,8 +137,8 @@ def claim(config: Config, overwrite: bool) -> None:
         (config.folder / MARKER).touch()
         (config.folder / PLOTS).mkdir(exist_ok=True)
         publish_config(config)
-    except OSError as error:
-        raise unwritable_folder(config.folder, "run.folder", error) from None
+        if isinstance(vocabulary, TokenizerVocabulary):
+            _keep_tokenizer(config, vocabulary)
 
 
 def publish_config(config: Config) -> None:
@@ -197,7 +195,7 @@ def _entries(config: Config) -> list[str]:
 
 def _incomplete(checkpoints: Path, damaged: list[Path]) -> InputError:
     newest = damaged[-1]
-    lacks = [name for name in (METADATA, SCALARS) if not (newest / name).is_file()]
+    lacks = [name for name in (METADATA, MANIFEST) if not (newest / name).is_file()]
     what = f"{newest.name} lacks {' and '.join(lacks)}" if newest.is_dir() else "no checkpoint"
     return bad(
         f"--resume with '{checkpoints}', where no checkpoint is complete ({what})",
@@ -206,35 +204,19 @@ def _incomplete(checkpoints: Path, damaged: list[Path]) -> InputError:
     )
 
 
-def _require_writable(folder: Path) -> None:
-    """Raise InputError if the folder is not writable. Does not create it."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    try:
-        with tempfile.TemporaryFile(dir=there, prefix=PROBE):
-            pass
-    except OSError as error:
-        raise unwritable_folder(folder, "run.folder", error) from None
-
-
-def keep_tokenizer(config: Config, vocabulary: Vocabulary) -> None:
-    """Write the tokenizer into the run's folder, unless tokens are bytes."""
-    if not isinstance(vocabulary, TokenizerVocabulary):
-        return
+def _keep_tokenizer(config: Config, vocabulary: TokenizerVocabulary) -> None:
     to, beside = config.folder / TOKENIZER, Path(config.data.tokens).expanduser().parent
-    try:
-        to.mkdir(exist_ok=True)
-        publish(to / TOKENIZER_FILE, vocabulary.save)
-        trained = config.data.tokens.startswith("bpe:")
-        for name in TOKENIZER_FILES if not trained else ():
-            if name != TOKENIZER_FILE and (beside / name).is_file():
-                publish(to / name, lambda path, name=name: shutil.copyfile(beside / name, path))
-        if not (to / ABOUT_TOKENIZER).exists():
-            about = {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "eos_token": vocabulary.separator_text,
-                "clean_up_tokenization_spaces": False,
-            }
-            text = json.dumps(about, indent=2)
-            publish(to / ABOUT_TOKENIZER, lambda path: path.write_text(text, encoding="utf-8"))
-    except OSError as error:
-        raise unwritable_folder(config.folder, "run.folder", error) from None
+    to.mkdir(exist_ok=True)
+    publish(to / TOKENIZER_FILE, vocabulary.save)
+    trained = config.data.tokens.startswith("bpe:")
+    for name in TOKENIZER_FILES if not trained else ():
+        if name != TOKENIZER_FILE and (beside / name).is_file():
+            publish(to / name, lambda path, name=name: shutil.copyfile(beside / name, path))
+    if not (to / ABOUT_TOKENIZER).exists():
+        about = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": vocabulary.separator_text,
+            "clean_up_tokenization_spaces": False,
+        }
+        text = json.dumps(about, indent=2)
+        publish(to / ABOUT_TOKENIZER, lambda path: path.write_text(text, encoding="utf-8"))

@@ -1,7 +1,7 @@
 """A finished run, as rank 0 saw it: its records, and each rank's memory, traffic and times."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Final
@@ -106,27 +106,6 @@ class RankCost:
     routed: tuple[str, ...] = ()
     peak_bytes: int = 0
 
-    @property
-    def memory_agrees(self) -> bool | None:
-        """None without a prediction."""
-        return _agree(self.memory, self.predicted_memory)
-
-    @property
-    def sent_agrees(self) -> bool | None:
-        """Whether each predicted kind has the predicted bytes."""
-        return _agree(self.sent, self.predicted_sent)
-
-
-def _agree(measured: dict[str, int], predicted: dict[str, int]) -> bool | None:
-    same = [measured[name] == predicted[name] for name in measured.keys() & predicted.keys()]
-    return all(same) if same else None
-
-
-def all_agree(found: Iterable[bool | None]) -> bool | None:
-    """False if one is False; None if nothing is known."""
-    known = [one for one in found if one is not None]
-    return all(known) if known else None
-
 
 @dataclass(frozen=True)
 class Summary:
@@ -151,9 +130,8 @@ class Summary:
 
     @property
     def validation(self) -> float | None:
-        return next(
-            (r.validation for r in reversed(self.records) if r.validation is not None), None
-        )
+        known = [r.validation for r in self.records if r.validation is not None]
+        return known[-1] if known else None
 
     @property
     def recent(self) -> Sequence[Record]:
@@ -172,16 +150,6 @@ class Summary:
     @property
     def seconds(self) -> float:
         return sum(record.seconds for record in self.records)
-
-    @property
-    def memory(self) -> tuple[int, RankCost]:
-        """The first of the ranks with the most memory, and its cost."""
-        return max(enumerate(self.costs), key=lambda of: sum(of[1].memory.values()))
-
-    @property
-    def sent(self) -> tuple[int, RankCost]:
-        """The first of the ranks that send most, and its cost."""
-        return max(enumerate(self.costs), key=lambda of: sum(of[1].sent.values()))
 
     def bits(self, nats: float) -> float:
         return nats / math.log(2) / self.packed.bytes_per_token

@@ -16,7 +16,7 @@ from benchmarks.measure import Record
 from benchmarks.table import least_bytes
 from shardwise.core.errors import InputError
 from shardwise.core.zero import ROWS
-from shardwise.models.gpt import GPTConfig, parameters
+from shardwise.models.gpt import GPTConfig
 from tests.house import ROOT
 
 MICRO = GPTConfig(vocabulary=64, layers=2, width=32, heads=4, kv_heads=2, hidden=48, sequence=8)
@@ -47,7 +47,7 @@ def test_medians_are_of_the_slowest_rank_and_of_rounds() -> None:
 def test_the_least_bytes_are_the_papers() -> None:
     """2Ψ(n-1)/n in fp32, and 3Ψ(n-1)/n for zero3; 4L + 2 all-reduces of activations for `tp`."""
     for row, volume in {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 3}.items():
-        assert least_bytes(row, TASK, 4) == volume * parameters(MICRO) * 4 * 3 // 4
+        assert least_bytes(row, TASK, 4) == volume * MICRO.parameters * 4 * 3 // 4
     tokens, width, layers = TASK.rows * MICRO.sequence, MICRO.width, MICRO.layers
     numel = (4 * layers + 2) * tokens * width + 3 * tokens
     for ranks in (2, 4):

@@ -17,7 +17,7 @@ from benchmarks.table import least_bytes
 from shardwise.checkpoint.folder import find
 from shardwise.comm.world import World
 from shardwise.core.zero import ROWS
-from shardwise.models.gpt import GPTConfig, parameters
+from shardwise.models.gpt import GPTConfig
 from tests.pool import run_gloo
 
 MICRO = GPTConfig(vocabulary=64, layers=2, width=32, heads=4, kv_heads=2, hidden=48, sequence=8)
@@ -74,7 +74,7 @@ def test_data() -> None:
         least = least_bytes(ROSTER[name].row, TASK, 2)
         assert row.wire_bytes / row.wire_ratio == pytest.approx(least, rel=1e-3)
     peak, sharded = rows["ddp"].peak_bytes, rows["zero3"].peak_bytes
-    assert peak is not None and peak > 12 * parameters(MICRO)  # fp32 weights and two moments
+    assert peak is not None and peak > 12 * MICRO.parameters  # fp32 weights and two moments
     assert sharded is not None and sharded < peak
     printed = json.loads(json.dumps(table.as_json([*rows.values()])))
     assert list(printed) == ["rows"]
@@ -155,7 +155,7 @@ def test_on_one_rank_the_engine_is_the_plain_loop() -> None:
     """The comparison made on a GPU, made here: same loss, states as the formula says."""
     line = compare(Pair("micro", MICRO, "fp32", "zero3", rows=4, rounds=2, device="cpu"))
     assert line.loss == pytest.approx(line.plain_loss, rel=1e-6)
-    assert line.predicted_bytes == 16 * parameters(MICRO)
+    assert line.predicted_bytes == 16 * MICRO.parameters
     tensors = 9 * MICRO.layers + 3  # each with a step count of 4 bytes at most
     assert 0 <= line.state_bytes - line.predicted_bytes <= 4 * tensors
     assert line.ratio > 0 and line.mfu > 0

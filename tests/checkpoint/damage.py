@@ -1,6 +1,5 @@
 """Checkpoints on disk that are damaged on purpose, or absurd behind right hashes."""
 
-import json
 import os
 import pickle
 import random
@@ -15,9 +14,14 @@ from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from shardwise.checkpoint.folder import MANIFEST, METADATA, SCALARS
-from shardwise.checkpoint.metadata import read_metadata
-from shardwise.checkpoint.open_checkpoint import Manifest, read_manifest, seal, write_manifest
+from shardwise.checkpoint.folder import MANIFEST, METADATA
+from shardwise.checkpoint.open_checkpoint import (
+    Manifest,
+    read_manifest,
+    read_metadata,
+    seal,
+    write_manifest,
+)
 
 Act = Callable[[Path], object]
 
@@ -39,7 +43,7 @@ def damages(whole: Path, others: Sequence[Path], seed: int) -> Iterator[Damage]:
     for name in names:
         content = (whole / name).read_bytes()
         size = len(content)
-        for bit in (places.randrange(8 * size) for _ in range(40)):
+        for bit in (places.randrange(8 * size) for _ in range(50)):
             act = lambda path, name=name, bit=bit: flip(path / name, bit)  # noqa: E731
             yield Damage(f"{name} bit {bit}", act, [name])
         at = places.randrange(size)
@@ -60,7 +64,8 @@ def damages(whole: Path, others: Sequence[Path], seed: int) -> Iterator[Damage]:
 
 def _manifests(right: Manifest) -> Iterator[Damage]:
     """Manifests with a right hash of their own that say something wrong."""
-    wrong = {"save": replace(right, save="0" * 32), "step": replace(right, step=right.step + 1)}
+    step = right.scalars["step"] + 1
+    wrong = {"no save": replace(right, save=7), "step": replace(right, scalars={"step": step})}
     for name, sealed in right.files.items():
         for what, changed in {
             "no": {},
@@ -72,7 +77,7 @@ def _manifests(right: Manifest) -> Iterator[Damage]:
             wrong[f"{what} {name}"] = replace(right, files=rest | changed)
     for what, manifest in wrong.items():
         name = what.split()[-1]
-        named = [MANIFEST, SCALARS, name, f"_{name}"]
+        named = [MANIFEST, name, f"_{name}"]
         yield Damage(what, lambda path, m=manifest: write_manifest(path, m), named)
 
 
@@ -90,7 +95,7 @@ def reseal(path: Path) -> None:
     """Make the manifest fit the files, as somebody would who means harm."""
     manifest = read_manifest(path)
     files = {name: seal(path / name) for name in manifest.files}
-    write_manifest(path, Manifest(manifest.save, manifest.step, files))
+    write_manifest(path, replace(manifest, files=files))
 
 
 # --- absurd contents ----------------------------------------------------------------------------
@@ -120,22 +125,21 @@ def place(metadata: Any, piece: MetadataIndex, **values: Any) -> None:
     metadata.storage_data[piece] = replace(metadata.storage_data[piece], **values)
 
 
-def scalars(change: Callable[[dict[str, Any]], object]) -> Act:
+def scalars(change: Callable[[dict[str, Any]], object], **values: Any) -> Act:
     def act(path: Path) -> None:
-        said = json.loads((path / SCALARS).read_text())
-        change(said)
-        (path / SCALARS).write_text(json.dumps(said))
-        reseal(path)
+        manifest = read_manifest(path)
+        change(manifest.scalars)
+        write_manifest(path, replace(manifest, **values))
 
     return act
 
 
 def numbered(**values: Any) -> Act:
-    return scalars(lambda said: said["scalars"]["engine"].update(values))
+    return scalars(lambda said: said["engine"].update(values))
 
 
 def stepped(step: Any) -> Act:
-    return scalars(lambda said: said["scalars"].update(step=step))
+    return scalars(lambda said: said.update(step=step))
 
 
 def without(metadata: Any, tensor: Any, piece: MetadataIndex) -> None:
@@ -151,11 +155,8 @@ ABSURD: dict[str, tuple[Act, str]] = {
     ),
     "no piece": (index(without), "boxes hold 0 elements"),
     "no place": (index(lambda m, _, p: m.storage_data.pop(p)), "KeyError"),
-    **{
-        f"step {step!r}": (stepped(step), "its step is|of another save or step")
-        for step in (-1, 10**30, "7", 3)
-    },
-    "no ranks": (scalars(lambda said: said.update(ranks=-4)), "ranks or scalars"),
+    **{f"step {step!r}": (stepped(step), "its step is") for step in (-1, 10**30, "7", 3)},
+    "no ranks": (scalars(len, ranks=-4), "its ranks or"),
 }
 #: Numbers and states of the engine, which only an engine reads.
 NUMBERS: dict[str, tuple[Act, str]] = {
@@ -163,7 +164,10 @@ NUMBERS: dict[str, tuple[Act, str]] = {
     "a text as a step of the engine": (numbered(step="2"), "of another form"),
     "an infinite loss scale": (numbered(loss_scale=float("inf")), "of another form"),
     "groups in a list": (numbered(groups=[1]), "of another form"),
-    "a state that is a number": (numbered(states={"0.bias": 7}), "scalars.json', which is damaged"),
+    "a state that is a number": (
+        numbered(states={"0.bias": 7}),
+        "manifest.json', which is damaged",
+    ),
 }
 
 

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.optim import Optimizer
 
 import shardwise as sw
-from shardwise.checkpoint.folder import clear
-from shardwise.checkpoint.save import PlannedSave
+from shardwise.checkpoint.folder import clear, unfinished
+from shardwise.checkpoint.save import PlannedSave, publish, write_pieces
 from shardwise.checkpoint.save_plans import PIECE_BYTES, BoxSavePlanner
-from shardwise.checkpoint.storage import Publisher
 from shardwise.comm.world import World
 from shardwise.core.layouts.flatten import boxes as flat_boxes
 from shardwise.engine.state.box import Box
@@ -178,14 +178,13 @@ def save_by_all(
 ) -> list[int]:
     """What the ranks of a save do, one by one; the number of pieces that each rank wrote."""
     planners = [BoxSavePlanner(held, piece_bytes) for held in boxes]
-    writers = [Publisher(folder, scalars["step"], scalars) for _ in boxes]
+    writers = [FileSystemWriter(unfinished(folder, scalars["step"])) for _ in boxes]
     local = [planner.create_local_plan() for planner in planners]
     plans, metadata = planners[0].create_global_plan(local)
-    clear(writers[0].path)
-    plans = writers[0].files.prepare_global_plan(plans)
-    every = zip(writers, plans, planners, strict=True)
-    written = [writer.write(plan, planner) for writer, plan, planner in every]
-    writers[0].publish(metadata, written)
+    clear(Path(writers[0].path))
+    plans = writers[0].prepare_global_plan(plans)
+    written = [write_pieces(*each) for each in zip(writers, plans, planners, strict=True)]
+    publish(writers[0], scalars, metadata, written)
     return [len(plan.items) for plan in plans]
 
 

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 import shardwise as sw
 from shardwise.checkpoint.export import export, import_weights
 from shardwise.checkpoint.folder import all_in, find, prune
+from shardwise.checkpoint.load import load
 from shardwise.checkpoint.lock import locked
 from shardwise.checkpoint.save import save
-from shardwise.checkpoint.storage import load
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RunError
 from shardwise.engine.state.box import Box

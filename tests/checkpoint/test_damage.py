@@ -18,8 +18,7 @@ from torch import Tensor
 import shardwise as sw
 from shardwise.checkpoint.export import export
 from shardwise.checkpoint.folder import METADATA
-from shardwise.checkpoint.metadata import read_metadata
-from shardwise.checkpoint.open_checkpoint import describe
+from shardwise.checkpoint.open_checkpoint import describe, read_metadata
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.engine.state.box import Box
@@ -112,7 +111,7 @@ def test_a_missing_file_is_no_missing_checkpoint(
     hundreds of gigabytes is not read to say that it is too short.
     """
     engine = engine_of(alone(), "fp64")
-    for file in (".metadata", "scalars.json", "manifest.json"):
+    for file in (".metadata", "manifest.json"):
         path = shutil.copytree(saved / "step-000002", tmp_path / file / "step-000002")
         (path / file).unlink()
         with pytest.raises(InputError, match=rf"{file}', which is damaged \(it is not there"):

@@ -19,10 +19,10 @@ from torch import Tensor
 import shardwise as sw
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.folder import all_in, find, prune
+from shardwise.checkpoint.load import load
 from shardwise.checkpoint.open_checkpoint import describe
 from shardwise.checkpoint.save import save
 from shardwise.checkpoint.save_plans import BoxSavePlanner
-from shardwise.checkpoint.storage import load
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RunError
 from shardwise.engine.state.box import Box

@@ -233,7 +233,7 @@ def test_the_commands(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixtur
         ("export run --to run/latest/x", "which cannot be written"),
         ("export absent --to new", "no such folder"),
         ("export run --to new --dtype int8", "--dtype int8"),
-        ("import absent --to new", "no such folder"),
+        ("import absent --to new", "no weights in it"),
         ("import there --to new", "no weights in it"),
         ("import broken --to new", "model.safetensors', which is damaged"),
         ("import index --to new", "without a.safetensors, which its index names"),

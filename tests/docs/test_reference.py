@@ -88,7 +88,7 @@ def test_the_variables_are_those_that_the_package_reads() -> None:
 
 
 def test_the_files_of_a_checkpoint_are_those_of_the_page(tmp_path: Path) -> None:
-    """The names in the folder, the tensors, and the keys of its two JSON files."""
+    """The names in the folder, the tensors, and the keys of its JSON file."""
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         return model(x).square().mean()
@@ -101,11 +101,10 @@ def test_the_files_of_a_checkpoint_are_those_of_the_page(tmp_path: Path) -> None
     page = text_of(f"{REFERENCE}/checkpoint-format.md")
     for path in (*folder.iterdir(), tmp_path / "latest"):
         assert path.exists() and f"{path.name} " in page
-    for file in ("scalars.json", "manifest.json"):
-        section = page.partition(f"## {file}")[2].partition("\n## ")[0]
-        top = re.findall(r'^  "(\w+)"', (folder / file).read_text(), re.MULTILINE)
-        shown = " ".join(re.findall(r"^\| ([^|]+) \|", section, re.MULTILINE))
-        assert [key for key in top if key not in shown] == []
+    section = page.partition("## manifest.json")[2]
+    top = re.findall(r'^  "(\w+)"', (folder / "manifest.json").read_text(), re.MULTILINE)
+    shown = " ".join(re.findall(r"^\| ([^|]+) \|", section, re.MULTILINE))
+    assert [key for key in top if key not in shown] == []
 
 
 def test_rows_of_a_docstring_become_a_list() -> None:

@@ -15,14 +15,13 @@ import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RunError
 from shardwise.core.mesh import Mesh
-from shardwise.models import decoder
 from shardwise.techniques.expert.apply import layers_of
 from shardwise.techniques.expert.gate import Extra, Gate
 from shardwise.techniques.expert.gates import hashed, key_of, uniform
 from shardwise.techniques.expert.moe_layer import MoE
 from shardwise.techniques.expert.routing import GlobalBatch, queues
 from shardwise.train.config_sections import ModelSection
-from shardwise.train.sizes import model_sizes
+from shardwise.train.model import model_sizes
 from tests.pool import run_threads
 
 F64 = torch.float64
@@ -118,7 +117,7 @@ def test_the_seed_of_a_run_is_that_of_its_gates():
     """`train.seed` reaches every layer of experts of the model."""
     sizes = model_sizes(ModelSection(experts=4, gate="gshard"), 256, seed=7)
     with torch.device("meta"):
-        layers = layers_of(decoder.build(sizes))
+        layers = layers_of(sizes.build())
     assert [each.seed for each in layers.values()] == [7] * len(layers)
 
 

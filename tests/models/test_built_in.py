@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.models import decoder, gpt, moe
+from shardwise.models import gpt, moe
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.moe import MoEConfig, MoEGPT
 from shardwise.models.pretrained import PUBLISHED
@@ -135,7 +135,7 @@ def test_parameters_are_counted_without_a_model(tied: bool) -> None:
         given = replace(sizes, tied=tied, kv_heads=2)
         with torch.device("meta"):
             built = GPT(given)
-        assert gpt.parameters(given) == sum(p.numel() for p in built.parameters())
+        assert given.parameters == sum(p.numel() for p in built.parameters())
 
 
 @pytest.mark.cases(len(GATES))
@@ -146,7 +146,7 @@ def test_parameters_of_experts_are_counted_without_a_model(gate: str) -> None:
         config = MoEConfig(moe.TINY, Gate(gate, 6, GATES[gate] or 3), shared)
         with torch.device("meta"):
             model = MoEGPT(config)
-        assert moe.parameters(config) == sum(p.numel() for p in model.parameters())
+        assert config.parameters == sum(p.numel() for p in model.parameters())
 
 
 #: As their model cards on Hugging Face count them.
@@ -165,7 +165,7 @@ def test_a_published_size_has_the_published_number_of_parameters(name: str) -> N
     """Exactly, by arithmetic and as a model on meta, which has no weights."""
     assert PUBLISHED.keys() == COUNTS.keys()
     params = [*find(name).plain().parameters()]
-    assert sum(p.numel() for p in params) == decoder.parameters(PUBLISHED[name]) == COUNTS[name]
+    assert sum(p.numel() for p in params) == PUBLISHED[name].parameters == COUNTS[name]
     assert all(p.is_meta for p in params)
 
 
@@ -173,10 +173,10 @@ def test_operations_are_counted_by_weight() -> None:
     """Six for each weight that multiplies, and scores; experts add those of the routers alone."""
     short = replace(MICRO, sequence=1, kv_heads=4)
     vectors = (2 * short.layers + 1) * short.width
-    products = gpt.parameters(short) - vectors - short.vocabulary * short.width
-    assert gpt.flops_per_token(short) == 6 * products + 12 * short.layers * short.width
+    products = short.parameters - vectors - short.vocabulary * short.width
+    assert short.flops_per_token == 6 * products + 12 * short.layers * short.width
     few, many = (
-        moe.flops_per_token(MoEConfig(moe.TINY, Gate("topk", experts, 2))) for experts in (4, 64)
+        MoEConfig(moe.TINY, Gate("topk", experts, 2)).flops_per_token for experts in (4, 64)
     )
     assert many - few == 6 * moe.TINY.layers * moe.TINY.width * 60
 

@@ -20,8 +20,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import shardwise as sw
+from shardwise.checkpoint.load import load
 from shardwise.checkpoint.save import save
-from shardwise.checkpoint.storage import load
 from shardwise.comm.move import move
 from shardwise.comm.world import World, alone, traced
 from shardwise.core import R, S

@@ -16,8 +16,8 @@ from shardwise.models.hf import causal_loss
 from shardwise.train import config, loop
 from shardwise.train.data.tokens import load_tokenizer, train_bpe
 from shardwise.train.metrics import read
+from shardwise.train.model import model_sizes
 from shardwise.train.prepare import RunStart, prepare
-from shardwise.train.sizes import model_sizes
 from tests.comm.test_start import free_port
 from tests.docs.pages import file_of
 from tests.programs import start_program
@@ -174,7 +174,7 @@ def test_operations_and_parameters_are_counted(tmp_path: Path):
     assert found.sequence == 64
     tied = pretrained.read(model_folder("llama", tmp_path / "t", tie_word_embeddings=True), 8)
     assert tied.multiplied == tied.parameters
-    assert pretrained.flops_per_token(tied) == 6 * tied.parameters + 12 * 2 * 64 * 8
+    assert tied.flops_per_token == 6 * tied.parameters + 12 * 2 * 64 * 8
 
 
 def test_the_folders_tokenizer_is_the_runs(tmp_path: Path):
@@ -189,7 +189,7 @@ def test_the_folders_tokenizer_is_the_runs(tmp_path: Path):
     ("model", "phrase"),
     [
         ({"name": "hf:llama"}, r"model\.name = 'hf:\./llama'"),
-        ({"name": "hf:./absent"}, "no such folder"),
+        ({"name": "hf:./absent"}, "no weights in it"),
         ({"name": "hf:./w", "layers": 3}, r"leave model\.layers out"),
         ({"name": "hf:./w", "sequence": 65}, "at most its 64 positions"),
         ({"name": "hf:./bert"}, "a causal language model"),
@@ -225,7 +225,7 @@ def test_a_model_that_cannot_be_trained_is_refused(
             loop.train(given, alone())
         sizes = model_sizes(given.model, 257)
         assert isinstance(sizes, pretrained.FolderConfig)
-        pretrained.fill(sizes)("lm_head.weight", torch.empty(257, 64))
+        sizes.fill(0)("lm_head.weight", torch.empty(257, 64))
 
     with pytest.raises(InputError, match=phrase) as found:
         begin()

@@ -154,7 +154,7 @@ def test_damage_is_answered_with_what_resume_can_follow(tmp_path: Path):
     for file in damaged.glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:-9])
     before = contents(given.folder)
-    with pytest.raises(InputError, match="it continues from step-000002") as refused:
+    with pytest.raises(InputError, match="continues from the checkpoint before it") as refused:
         loop.train(more, alone(), RESUME)
     assert f"Write instead: rm -r {damaged}, then the same command" in str(refused.value)
     assert contents(given.folder) == before
@@ -167,7 +167,7 @@ def test_damage_is_answered_with_what_resume_can_follow(tmp_path: Path):
 # --- failures -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", ["report_contents.loss", "run.metrics.read", "run.dry_twin"])
+@pytest.mark.parametrize("where", ["run_report.loss", "run.metrics.read", "run.dry_twin"])
 def test_nothing_fails_a_run_after_its_last_save(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: runs.Capture
 ):

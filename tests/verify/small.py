@@ -8,5 +8,5 @@ SIZES = gpt.GPTConfig(vocabulary=32, layers=2, width=16, heads=4, kv_heads=2, hi
 
 
 def build() -> tuple[Any, ...]:
-    found = registry.of_gpt("small", SIZES)
+    found = registry.of_sizes("small", SIZES)
     return found.build(), found.loss, found.batch

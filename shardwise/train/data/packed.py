@@ -88,22 +88,29 @@ def tokenise(source: Source, tokens: str, cache: Path) -> Packed:
 
 def make_folder(folder: Path, what: str) -> None:
     """Create the folder and test that it is writable. The InputError names the key `what`."""
-    try:
+    with using_folder(folder, what):
         folder.mkdir(parents=True, exist_ok=True)
-        # a unique name, since other processes may test it too
-        with tempfile.TemporaryFile(dir=folder, prefix=PROBE):
-            pass
+        probe(folder)
+
+
+def probe(folder: Path) -> None:
+    """Raise OSError unless a file can be made in the folder."""
+    # a unique name, since other processes may test it too
+    with tempfile.TemporaryFile(dir=folder, prefix=PROBE):
+        pass
+
+
+@contextmanager
+def using_folder(folder: Path, what: str) -> Iterator[None]:
+    """Any OSError in the block is an InputError about the folder that the key `what` sets."""
+    try:
+        yield
     except OSError as error:
-        raise unwritable_folder(folder, what, error) from None
-
-
-def unwritable_folder(folder: Path, what: str, error: OSError) -> InputError:
-    """The error for a folder, set by the key `what`, that cannot be created, read or written."""
-    return bad(
-        f"{what} = '{folder}', where nothing can be written ({error.strerror})",
-        "a folder that you may write to",
-        setting(what, Path("runs/NAME")),
-    )
+        raise bad(
+            f"{what} = '{folder}', where nothing can be written ({error.strerror})",
+            "a folder that you may write to",
+            setting(what, Path("runs/NAME")),
+        ) from None
 
 
 def _vocabulary(

@@ -146,25 +146,21 @@ def _field(line: str, field: str, where: str) -> str:
     try:
         row = json.loads(line)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise bad(
-            f"{where}, which is not JSON ({error})", "one object a line", '{"text": "..."}'
-        ) from None
+        given = f"{where}, which is not JSON ({error})"
+        raise bad(given, "one object a line", '{"text": "..."}') from None
     values = row if isinstance(row, dict) else {}
     if not isinstance(values.get(field), str):
-        textual = [key for key, v in values.items() if isinstance(v, str) and v.strip()]
-        raise _no_text(where, field, textual)
+        raise _no_text(where, field, [key for key, v in values.items() if isinstance(v, str)])
     return values[field]
 
 
 def _no_text(where: str, field: str, others: list[str]) -> InputError:
     """The error for a row whose `field` has no text; `others` are its fields with text."""
-    allowed = "a data.field that has text in every row"
-    if others:
-        allowed += f", of those with text here: {', '.join(others[:8])}"
-        instead = f"data.field = '{others[0]}'"
-    else:
-        instead = f"{json.dumps({field: '...'}, ensure_ascii=False)}, the text in quotes"
-    return bad(f"{where}, which has no text in the field '{field}'", allowed, instead)
+    return bad(
+        f"{where}, which has no text in the field '{field}'",
+        f"a field with text in every row (here: {', '.join(others[:8]) or 'none'})",
+        f"data.field = '{others[0]}'" if others else '{"text": "..."}',
+    )
 
 
 def _parquet(file: Path, field: str) -> Iterator[str]:

@@ -150,11 +150,8 @@ def train_bpe(documents: Iterable[str], size: int) -> TokenizerVocabulary:
 def check_fits(vocabulary: Vocabulary, rows: int, model: str) -> None:
     """Raise InputError unless a model with `rows` rows of embedding can hold the vocabulary."""
     if vocabulary.size > rows:
-        folder = model.startswith("hf:")  # whose vocabulary is the folder's
-        raise bad(
-            f"model.vocabulary = {rows} for {vocabulary.name} tokens, which need {vocabulary.size}",
-            "the tokens that the model was trained on" if folder else f"{vocabulary.size} or more",
-            "data.tokens = 'PATH/tokenizer.json'"
-            if folder
-            else f"model.vocabulary = {vocabulary.size}, or leave it out",
-        )
+        given = f"model.vocabulary = {rows} for {vocabulary.name} tokens"
+        allowed, instead = f"{vocabulary.size} or more", f"model.vocabulary = {vocabulary.size}"
+        if model.startswith("hf:"):  # whose vocabulary is the folder's
+            instead = "data.tokens = 'PATH/tokenizer.json', with which the model was trained"
+        raise bad(given, allowed, instead)

@@ -1,15 +1,19 @@
-"""The contents of a run's report: each number, sentence and picture, once for all forms."""
+"""The report of a run: report.md with its pictures, and report.html, which loads no other file."""
 
 import io
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from html import escape
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from rich.table import Table as Grid
-from rich.text import Text
+from markdown_it import MarkdownIt
 
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import schedule_of
@@ -18,11 +22,10 @@ from shardwise.core.schedule import draw
 from shardwise.core.schedule.clock import clock
 from shardwise.derive.search.result import parts_of
 from shardwise.train import metrics
-from shardwise.train.data.packed import Packed
-from shardwise.train.metrics import Record
+from shardwise.train.data.packed import publish
 from shardwise.train.progress import duration, ranks_text, size_text, unit_of
-from shardwise.train.run_folder import PICTURES, PLOTS
-from shardwise.train.summary import Summary, TimeCost, all_agree, milliseconds
+from shardwise.train.run_folder import PAGE, PLOTS, REPORT
+from shardwise.train.summary import Summary, TimeCost, milliseconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,56 +33,52 @@ if TYPE_CHECKING:
 MEASURED, PREDICTED, TOTAL = "measured", "predicted", "total"
 STEP_TIME: Final = "step_time.json"
 MOST_ACTIONS: Final = 4096  # of a schedule that is drawn
+#: What stands before the text of the page.
+HEAD: Final = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ max-width: 60rem; margin: 0 auto; padding: 1rem; font: 16px/1.5 system-ui, sans-serif; }}
+img {{ max-width: 100%; background: #fff; }}
+table {{ border-collapse: collapse; display: block; overflow-x: auto; }}
+th, td {{ text-align: left; padding: .3rem .9rem .3rem 0; border-bottom: 1px solid #8886; }}
+</style>
+"""
 
 
-class ReportTable(NamedTuple):
-    """The cells of a table as text."""
-
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of a report. `draw` makes the SVG of `picture`. Text in `backquotes` is code."""
+class Section(NamedTuple):
+    """The paragraphs of a part of a report, in Markdown; `draw` makes the SVG of `picture`."""
 
     title: str
-    sentences: Sequence[str] = ()
-    table: ReportTable | None = None
+    paragraphs: Sequence[str]
     picture: str = ""
     draw: Callable[[], str] | None = None
 
-
-class Check(NamedTuple):
-    """Whether a measurement equals the prediction; None if unknown. `said` overrides the words."""
-
-    name: str
-    agrees: bool | None
-    said: str = ""
-
     def __str__(self) -> str:
-        words = {True: "as predicted", False: "not as predicted", None: "not predicted"}
-        mark = {True: "✓ ", False: "✗ ", None: ""}[self.agrees]
-        return f"{mark}{self.name}: {self.said or words[self.agrees]}"
+        picture = [f"![{Path(self.picture).stem}]({self.picture})"] if self.picture else []
+        return "\n\n".join([f"## {self.title}", *picture, *self.paragraphs])
 
 
 @dataclass(frozen=True)
-class ReportContents:
-    """All that a report says: `rows` of the run's table, the text of further `files` by name."""
+class RunReport:
+    """The `rows` of the run's table, the text of report.md, and what makes each further file."""
 
-    title: str
-    headline: str
-    checks: Sequence[Check]
     rows: Sequence[tuple[str, str]]
-    sections: Sequence[Section]
-    files: Mapping[str, Callable[[], str]] = field(default_factory=dict[str, Callable[[], str]])
+    text: str
+    files: Mapping[str, Callable[[], str]]
 
 
-def contents_of(summary: Summary) -> ReportContents:
+def report_of(summary: Summary) -> RunReport:
     """The report of a run."""
     plan, smoothed = Plan.parse(summary.plan), smooth([record.loss for record in summary.records])
-    timed = summary.time
-    found = [
+    rows, timed = _rows(summary, smoothed[-1]), summary.time
+    sections = [
         _loss_section(summary, smoothed),
         _memory(summary),
         _bytes(summary),
@@ -88,58 +87,88 @@ def contents_of(summary: Summary) -> ReportContents:
         _experts(summary),
         _plan(plan),
     ]
-    return ReportContents(
-        title=summary.config.folder.name,
-        headline=_headline(summary, smoothed[-1]),
-        checks=_checks(summary),
-        rows=_rows(summary, smoothed[-1]),
-        sections=[section for section in found if section is not None],
-        files={} if timed is None else {STEP_TIME: lambda: json.dumps(timed.as_json(), indent=2)},
-    )
+    made = [section for section in sections if section is not None]
+    head = [f"# {summary.config.folder.name}", f"**{_headline(summary, smoothed[-1])}**"]
+    text = [*head, _checks(summary), _table(["", ""], rows), *map(str, made)]
+    files = {section.picture: section.draw for section in made if section.draw is not None}
+    if timed is not None:
+        files[STEP_TIME] = lambda: json.dumps(timed.as_json(), indent=2)
+    return RunReport(rows, "\n\n".join(text) + "\n", files)
 
 
-def table(contents: ReportContents) -> Grid:
-    grid = Grid.grid(padding=(0, 3))
-    for name, value in contents.rows:
-        grid.add_row(Text(name, style="dim"), Text(value))
-    return grid
+def write(report: RunReport, folder: Path) -> list[str]:
+    """Write the report into the run's folder; returns a sentence for each file that failed."""
+    failures = []
+    for name, make in {**report.files, PAGE: lambda: page(report.text, folder)}.items():
+        path = folder / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write(path, make)
+        except Exception as error:  # noqa: BLE001  a library may raise anything; the run is saved
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            failures.append(f"{path} could not be made ({why})")
+    _write(folder / REPORT, lambda: report.text)
+    return failures
+
+
+def _write(path: Path, make: Callable[[], str]) -> None:
+    publish(path, lambda beside: beside.write_text(make(), encoding="utf-8"))
+
+
+def page(text: str, folder: Path) -> str:
+    """The text of report.html: that of report.md, with the pictures in `folder` inside."""
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    body = re.sub(r'<img src="([^"]*)" alt="([^"]*)" />', partial(_picture, folder), body)
+    return HEAD.format(title=escape(folder.name)) + body
+
+
+def _picture(folder: Path, image: re.Match[str]) -> str:
+    """The picture in base64; nothing if it was not made."""
+    file = folder / image[1]
+    data = b64encode(file.read_bytes()).decode() if file.is_file() else ""
+    return f'<img alt="{image[2]}" src="data:image/svg+xml;base64,{data}">' if data else ""
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [[cell.replace("|", "\\|") for cell in row] for row in (head, *rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _rows(summary: Summary, smoothed: float) -> list[tuple[str, str]]:
-    last = summary.records[-1]
-    worlds = _worlds(summary)
-    changed = ", ".join(f"{n} ranks after step {step}" for step, n in worlds)
+    last, packed, validation = summary.records[-1], summary.packed, summary.validation
+    changed = ", ".join(f"{n} ranks after step {step}" for step, n in _worlds(summary))
+    documents = f"{packed.documents:,} document{'s' * (packed.documents > 1)}"
+    rank, by = _most([cost.memory for cost in summary.costs])
+    held, peaks = summary.costs[rank], [{"": cost.peak_bytes} for cost in summary.costs]
+    memory = f"{_compared_text(held.memory, held.predicted_memory)} by {by}"
+    rank, whose = _most(peaks)
+    peak = f"{size_text(peaks[rank][''])} at its peak, by {whose}"
+    tokens = f"{len(packed.stream):,} tokens, {documents}, {size_text(packed.text_bytes)} of text"
+    training = f"{last.loss:.4f} nats a token in the last step, {smoothed:.4f} smoothed"
+    mfu = f"{summary.mfu:.1%} of the device's peak" if summary.mfu is not None else ""
+    distance = "" if validation is None else _distance(validation, summary.unigram)
     found = [
         ("plan", f"{summary.plan} on {ranks_text(summary.ranks)}"),
         ("model", f"{summary.parameters:,} parameters"),
-        ("data", _data(summary.packed)),
-        *([("world", f"it changed: {changed}")] if worlds else []),
+        ("data", tokens),
+        ("world", f"it changed: {changed}" if changed else ""),
         ("steps", f"{last.step} of {summary.config.train.steps}, {last.consumed:,} sequences"),
         ("time in steps", duration(summary.seconds)),
-        (
-            "training loss",
-            f"{last.loss:.4f} nats a token in the last step, {smoothed:.4f} smoothed",
-        ),
-    ]
-    if summary.validation is not None:
-        found.append(("validation loss", _loss(summary, summary.validation)))
-        found.append(("", _distance(summary.validation, summary.unigram)))
-    found += [
+        ("training loss", training),
+        ("validation loss", "" if validation is None else _loss(summary, validation)),
+        ("", distance),
         ("unigram baseline", _loss(summary, summary.unigram)),
         ("speed", f"{summary.speed:,.0f} tokens/s (median)"),
-        *([] if summary.mfu is None else [("MFU", f"{summary.mfu:.1%} of the device's peak")]),
+        ("MFU", mfu),
         ("sent in a step", _sent_text(summary)),
-        ("held between steps", _memory_text(summary)),
+        ("held between steps", memory),
+        ("time of a step", "" if summary.time is None else summary.time.text),
+        ("memory of the process", peak),
+        ("checkpoints", summary.saves.text()),
+        ("best checkpoint", summary.best and f"{summary.best}, by the validation loss"),
     ]
-    if summary.time is not None:
-        found.append(("time of a step", summary.time.text))
-    peaks = [cost.peak_bytes for cost in summary.costs]
-    whose = _whose(peaks.index(max(peaks)), peaks)
-    found.append(("memory of the process", f"{size_text(max(peaks))} at its peak, by {whose}"))
-    found.append(("checkpoints", summary.saves.text()))
-    if summary.best:
-        found.append(("best checkpoint", f"{summary.best}, by the validation loss"))
-    return found
+    return [(name, said) for name, said in found if said]
 
 
 def _headline(summary: Summary, smoothed: float) -> str:
@@ -155,16 +184,24 @@ def _distance(loss: float, baseline: float) -> str:
     return f"{abs(share):.0%} {'below' if share > 0 else 'above'} the unigram baseline"
 
 
-def _checks(summary: Summary) -> list[Check]:
-    """Measured against predicted; bytes only if there are other ranks."""
-    sent = Check("bytes sent", all_agree(cost.sent_agrees for cost in summary.costs))
-    time = summary.time
-    said = "" if time is None else f"{time.ratio - 1:+.1%} predicted over measured"
-    return [
-        Check("memory between steps", all_agree(cost.memory_agrees for cost in summary.costs)),
-        *[sent] * (summary.ranks > 1),
-        *([] if time is None else [Check("time of a step", None, said)]),
+def _checks(summary: Summary) -> str:
+    """Whether measurements are as predicted on all ranks; bytes only if there are other ranks."""
+    lines = [
+        _check("memory between steps", [(c.memory, c.predicted_memory) for c in summary.costs])
     ]
+    if summary.ranks > 1:
+        lines += [_check("bytes sent", [(c.sent, c.predicted_sent) for c in summary.costs])]
+    if summary.time is not None:
+        lines += [f"time of a step: {summary.time.ratio - 1:+.1%} predicted over measured"]
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _check(name: str, pairs: Iterable[tuple[dict[str, int], dict[str, int]]]) -> str:
+    """Compares the kinds that are both measured and predicted."""
+    same = [here[kind] == there[kind] for here, there in pairs for kind in here.keys() & there]
+    if not same:
+        return f"{name}: not predicted"
+    return f"✓ {name}: as predicted" if all(same) else f"✗ {name}: not as predicted"
 
 
 def _worlds(summary: Summary) -> list[tuple[int, int]]:
@@ -178,38 +215,27 @@ def _loss_section(summary: Summary, smoothed: Sequence[float]) -> Section:
         f"The baseline ({summary.unigram:.4f} nats a token) is the entropy of the validation "
         "tokens' own frequencies: the best loss of a model that ignores the previous tokens."
     )
-    return Section(
-        "Loss",
-        [said],
-        picture=PICTURES[0],
-        draw=lambda: loss(summary.records, smoothed, summary.unigram, _worlds(summary)),
-    )
+    return Section("Loss", [said], f"{PLOTS}/loss.svg", lambda: loss(summary, smoothed))
 
 
 def _memory(summary: Summary) -> Section:
-    rank, cost = summary.memory
+    rank, _ = _most([cost.memory for cost in summary.costs])
+    cost = summary.costs[rank]
     series = _with_sums(cost.memory, cost.predicted_memory)
-    return Section(
-        "Memory",
-        table=_bytes_table(rank, series),
-        picture=PICTURES[1],
-        draw=lambda: bars(f"What rank {rank} holds between steps", series),
-    )
+    title, picture = f"What rank {rank} holds between steps", f"{PLOTS}/memory.svg"
+    return Section("Memory", [_bytes_table(rank, series)], picture, lambda: bars(title, series))
 
 
 def _bytes(summary: Summary) -> Section:
-    rank, cost = summary.sent
+    rank, _ = _most([cost.sent for cost in summary.costs])
+    cost = summary.costs[rank]
     series = _with_sums(cost.sent, cost.predicted_sent)
     if not _names(series):
         return Section("Bytes", ["No bytes: there is no other rank."])
-    said = [f"{kind} depends on where the tokens go." for kind in cost.routed]
-    return Section(
-        "Bytes",
-        ["Each row is an axis of the plan and an operation of its ranks.", *said],
-        _bytes_table(rank, series),
-        PICTURES[2],
-        lambda: bars(f"What rank {rank} sends in a step", series),
-    )
+    said = ["Each row is an axis of the plan and an operation of its ranks."]
+    said += [f"{kind} depends on where the tokens go." for kind in cost.routed]
+    title, said = f"What rank {rank} sends in a step", [*said, _bytes_table(rank, series)]
+    return Section("Bytes", said, f"{PLOTS}/bytes.svg", lambda: bars(title, series))
 
 
 Series = Mapping[str, Mapping[str, int]]  # bytes by name, measured and predicted
@@ -227,12 +253,12 @@ def _with_sums(measured: dict[str, int], predicted: dict[str, int]) -> Series:
     return {label: sizes | {TOTAL: sum(sizes.values())} for label, sizes in series.items()}
 
 
-def _bytes_table(rank: int, series: Series) -> ReportTable:
+def _bytes_table(rank: int, series: Series) -> str:
     cells = [
         [name, *(f"{sizes[name]:,}" if name in sizes else "-" for sizes in series.values())]
         for name in _names(series)
     ]
-    return ReportTable([f"rank {rank}, bytes", *series], cells)
+    return _table([f"rank {rank}, bytes", *series], cells)
 
 
 def _time_section(time: TimeCost) -> Section:
@@ -241,7 +267,7 @@ def _time_section(time: TimeCost) -> Section:
     said = [f"{time.text}. `{STEP_TIME}` has the numbers."]
     if time.predicted.unmodelled:
         said += [f"The time of {', '.join(time.predicted.unmodelled)} is not predicted."]
-    return Section("Time", said, ReportTable(["part of a step", "ms"], rows))
+    return Section("Time", [*said, _table(["part of a step", "ms"], rows)])
 
 
 def _schedule(plan: Plan) -> Section | None:
@@ -256,9 +282,7 @@ def _schedule(plan: Plan) -> Section | None:
     if sum(map(len, timeline.spans)) > MOST_ACTIONS:
         return Section("Timeline", [said])
     title = f"{plan.pipeline} on {schedule.ranks} ranks"
-    return Section(
-        "Timeline", [said], picture="timeline.svg", draw=lambda: svg(draw.figure(timeline, title))
-    )
+    return Section("Timeline", [said], "timeline.svg", lambda: svg(draw.figure(timeline, title)))
 
 
 def _experts(summary: Summary) -> Section | None:
@@ -272,7 +296,7 @@ def _experts(summary: Summary) -> Section | None:
         f"first tenth of the steps, and {metrics.busiest(last):.2f} times in the last."
     )
     loads = {"first": metrics.relative_loads(first), "last": metrics.relative_loads(last)}
-    return Section("Experts", [text], picture=f"{PLOTS}/experts.svg", draw=lambda: heat_maps(loads))
+    return Section("Experts", [text], f"{PLOTS}/experts.svg", lambda: heat_maps(loads))
 
 
 def _plan(plan: Plan) -> Section:
@@ -284,7 +308,7 @@ def _plan(plan: Plan) -> Section:
         known = word_of(word)
         meaning = "" if known is None else f"`{known.form}`: {known.said_of(word)}"
         rows.append([f"`{word}`", f"{meaning}{f' (only layers {layers})' if layers else ''}"])
-    return Section("Plan", [f"`{plan}`"], ReportTable(["word", "meaning"], rows))
+    return Section("Plan", [f"`{plan}`", _table(["word", "meaning"], rows)])
 
 
 def smooth(losses: Sequence[float], weight: float = 0.9) -> list[float]:
@@ -301,10 +325,10 @@ def smooth(losses: Sequence[float], weight: float = 0.9) -> list[float]:
 
 
 def _sent_text(summary: Summary) -> str:
-    rank, cost = summary.sent
     if summary.ranks == 1:
         return "nothing: there is one rank"
-    whose = _whose(rank, [sum(of.sent.values()) for of in summary.costs])
+    rank, whose = _most([cost.sent for cost in summary.costs])
+    cost = summary.costs[rank]
     exchanged = "".join(
         f", and {size_text(cost.sent.get(kind, 0))} of {kind}, which depends on the routing"
         for kind in cost.routed
@@ -312,14 +336,11 @@ def _sent_text(summary: Summary) -> str:
     return f"{_compared_text(cost.sent, cost.predicted_sent)} by {whose}{exchanged}"
 
 
-def _memory_text(summary: Summary) -> str:
-    rank, cost = summary.memory
-    whose = _whose(rank, [sum(of.memory.values()) for of in summary.costs])
-    return f"{_compared_text(cost.memory, cost.predicted_memory)} by {whose}"
-
-
-def _whose(rank: int, totals: Sequence[int]) -> str:
-    return f"rank {rank}, the most of any rank" if len(set(totals)) > 1 else "each rank"
+def _most(sizes: Iterable[Mapping[str, int]]) -> tuple[int, str]:
+    """The first of the ranks with the largest sum, and its name."""
+    totals = [sum(each.values()) for each in sizes]
+    rank = totals.index(max(totals))
+    return rank, f"rank {rank}, the most of any rank" if len({*totals}) > 1 else "each rank"
 
 
 def _compared_text(measured: dict[str, int], predicted: dict[str, int]) -> str:
@@ -332,12 +353,6 @@ def _compared_text(measured: dict[str, int], predicted: dict[str, int]) -> str:
     return f"{size_text(ours)} ({ours:,} bytes, {said})"
 
 
-def _data(packed: Packed) -> str:
-    tokens = f"{len(packed.stream):,} tokens"
-    documents = f"{packed.documents:,} document{'s' * (packed.documents > 1)}"
-    return f"{tokens}, {documents}, {size_text(packed.text_bytes)} of text"
-
-
 def _loss(summary: Summary, nats: float) -> str:
     return f"{nats:.4f} nats a token, {summary.bits(nats):.3f} bits a byte"
 
@@ -348,14 +363,9 @@ COLOURS = ("#2a6f97", "#f4a259")  # measured, predicted
 MOST_NUMBERS = 16  # experts of a layer whose loads are written too
 
 
-def loss(
-    records: Sequence[Record],
-    smoothed: Sequence[float],
-    baseline: float,
-    worlds: Sequence[tuple[int, int]],
-) -> str:
+def loss(summary: Summary, smoothed: Sequence[float]) -> str:
     """Training loss (each step, and smoothed), validation loss, and the unigram baseline."""
-    figure = new_figure(8, 4.5)
+    figure, records, baseline = new_figure(8, 4.5), summary.records, summary.unigram
     axes, (blue, orange) = figure.subplots(), COLOURS
     steps, losses = [r.step for r in records], [r.loss for r in records]
     axes.plot(steps, losses, color=blue, alpha=0.25, linewidth=0.8)
@@ -364,7 +374,7 @@ def loss(
     if evaluated:
         axes.plot(*zip(*evaluated, strict=True), "o-", color=orange, label="validation")
     axes.axhline(baseline, color="grey", linestyle="--", label=f"unigram baseline {baseline:.2f}")
-    for step, ranks in worlds:
+    for step, ranks in _worlds(summary):
         axes.axvline(step + 0.5, color="grey", linewidth=0.8)
         axes.annotate(f"{ranks} ranks", (step + 0.5, 0), rotation=90, color="grey", fontsize=8)
     most = max([baseline, *filter(math.isfinite, losses[:1])])
