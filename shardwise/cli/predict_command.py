@@ -7,7 +7,7 @@ optimizer, units and clipping, in fp64 if the plan names no precision, after its
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
@@ -24,7 +24,6 @@ from shardwise.prediction.cluster import cluster_of
 
 if TYPE_CHECKING:
     from shardwise.cli.predict_timeline import StepMemory
-    from shardwise.core.zero import Event
     from shardwise.engine.options import EngineOptions
     from shardwise.models.trainable import Trainable
     from shardwise.prediction.cluster import Cluster
@@ -74,7 +73,7 @@ def predict_command(
     choice("--device", device, ("cpu", "cuda"))
     run = configured(config, plan, model)
     request = predict_request(run, batch, sequence, rank, table, device)
-    found, step = _predicted(request, rank, Picture(timeline, device if measure else None))
+    found, step = _predicted(request, rank, timeline, device if measure else None)
     rows, size = run.batch if batch is None else None, _device_bytes(device_memory, timing)
     told = answered(found, request.batch, size, rows=rows, device=run.device)
     _print(numbers_of(found, run.name, began, timing), told, step, as_json=as_json)
@@ -82,29 +81,19 @@ def predict_command(
         print(f"Note: {note}.", file=sys.stderr)
 
 
-class Picture(NamedTuple):
-    """A file into which the memory of a step is drawn, and a device on which it is measured."""
-
-    file: Path | None
-    device: str | None
-
-
 def _predicted(
-    request: "PredictRequest", rank: int, picture: Picture
+    request: "PredictRequest", rank: int, file: Path | None, device: str | None
 ) -> "tuple[Prediction, StepMemory | None]":
-    if picture == (None, None):
+    """With the memory of a step, if it is drawn into a file, or measured on a device."""
+    if file is None and device is None:
         return request.prediction(rank), None
     from shardwise.cli.predict_timeline import StepMemory, draw, measured_step, predicted_step
 
-    measuring = picture.device is not None
-    found, events = predicted_step(request, rank, measure=measuring)
-    seen: Sequence[Event] = ()
-    allocator: dict[str, int] = {}
-    if picture.device is not None:
-        seen, allocator = measured_step(request, picture.device)[rank]
-    step = StepMemory(events, seen, allocator) if events or measuring else None
-    if picture.file is not None and step is not None:
-        draw(picture.file, step.series)
+    found, events = predicted_step(request, rank, measure=device is not None)
+    measured = ((), {}) if device is None else measured_step(request, device)[rank]
+    step = StepMemory(events, *measured) if events or device is not None else None
+    if file is not None and step is not None:
+        draw(file, step.series)
     return found, step
 
 

@@ -366,17 +366,14 @@ def collective_frame(ident: int) -> FrameType | None:
 
 def place() -> str:
     """The caller outside comm/ and torch: `step (loop.py:12), from main (train.py:3)`."""
-    function = _outside(sys._getframe(), (_COLLECTIVE_FILES[0], _TORCH))
-    users = _outside(function, _NOT_THE_PROGRAM)
+    frames = [(frame, frame.f_code.co_filename) for frame, _ in walk_stack(sys._getframe(1))]
+    inside = _COLLECTIVE_FILES[0], _TORCH
+    function = next((f for f, file in frames if not file.startswith(inside)), frames[0][0])
+    users = next((f for f, file in frames if not file.startswith(_NOT_THE_PROGRAM)), function)
     return ", from ".join(
         f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
         for frame in dict.fromkeys((function, users))
     )
-
-
-def _outside(start: FrameType, inside: tuple[str, ...]) -> FrameType:
-    frames = (frame for frame, _ in walk_stack(start))
-    return next((f for f in frames if not f.f_code.co_filename.startswith(inside)), start)
 
 
 # --- the start: all ranks meet --------------------------------------------------------------------

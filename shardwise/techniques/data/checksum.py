@@ -186,23 +186,8 @@ def odd_values(every: Sequence[Table]) -> list[tuple[tuple[str, Any], int, int]]
     return found
 
 
-class Computed:
-    """Of one microbatch, as one rank computed it: the loss and each gradient."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[str, Numbers] = {}
-
-    def see(self, name: str, x: Tensor) -> None:
-        self.numbers[name] = numbers_of(x)
-
-    def hash(self, names: Sequence[str], rank: int) -> Tensor:
-        """A number of all bits, 0-d, which depends on the rank of the microbatch. Otherwise the
-        same fault in two passes of one rank would cancel.
-        """
-        (device,) = {bits.device for bits, *_ in self.numbers.values()}
-        none = torch.zeros((), dtype=torch.int64, device=device)
-        bits = [self.numbers[name][0] if name in self.numbers else none for name in names]
-        return exact_sum(fold(torch.stack(bits), torch.int64)) * (2 * rank + 1)
+#: Of one microbatch, as one rank computed it: the loss and each gradient, by name.
+Computed = dict[str, Numbers]
 
 
 class Reruns(NamedTuple):
@@ -221,8 +206,17 @@ class Reruns(NamedTuple):
 
     def difference(self, hashes: int, device: torch.device) -> Tensor:
         """A double; the sum over all ranks is 0 if all computed the same."""
-        own, again = self.own.hash(self.names, self.rank), self.again.hash(self.names, self.of)
+        own, again = self._hash(self.own, self.rank), self._hash(self.again, self.of)
         return (own.remainder(hashes) - again.remainder(hashes)).double().to(device)
+
+    def _hash(self, computed: Computed, rank: int) -> Tensor:
+        """A number of all bits, 0-d, which depends on the rank of the microbatch. Otherwise the
+        same fault in two passes of one rank would cancel.
+        """
+        (device,) = {bits.device for bits, *_ in computed.values()}
+        none = torch.zeros((), dtype=torch.int64, device=device)
+        bits = [computed[name][0] if name in computed else none for name in self.names]
+        return exact_sum(fold(torch.stack(bits), torch.int64)) * (2 * rank + 1)
 
     def values(self) -> Table:
         """By name and data rank of the microbatch, in the order of computation; zeros without a
@@ -230,8 +224,8 @@ class Reruns(NamedTuple):
         """
         found: dict[tuple[str, Any], Values] = {}
         for computed, rank in ((self.own, self.rank), (self.again, self.of)):
-            for name in dict.fromkeys((*computed.numbers, *self.names)):
-                numbers = computed.numbers.get(name)
+            for name in dict.fromkeys((*computed, *self.names)):
+                numbers = computed.get(name)
                 found[name, rank] = Values(0, 0.0, 0.0, 0.0) if numbers is None else read(numbers)
         return found
 

@@ -27,7 +27,7 @@ from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.arguments import CheckEvery
 from shardwise.core.tools.tree import leaves, mapped
-from shardwise.techniques.data.checksum import LOSS, Computed, Reruns
+from shardwise.techniques.data.checksum import LOSS, Computed, Reruns, numbers_of
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
 
@@ -145,7 +145,7 @@ class Rerun:
             self.now = computed if x is part else None
             loss = objective(model, x, *own)
             if self.now is not None:
-                self.now.see(LOSS, loss.detach())
+                self.now[LOSS] = numbers_of(loss.detach())
             return loss
 
         return call
@@ -153,6 +153,6 @@ class Rerun:
     def _collected(self, flat: Flat, index: int) -> None:
         grads = flat.grads
         if self.now is not None and grads.filled[index]:
-            self.now.see(_GRADIENT + flat.names[index], grads.grad_views[index])
+            self.now[_GRADIENT + flat.names[index]] = numbers_of(grads.grad_views[index])
             if not self.counts:
                 grads.filled[index] = grads.has_grad[index] = False
