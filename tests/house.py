@@ -22,13 +22,13 @@ LAYERS = (
 #: Files in the folder of a technique that hold values, as core does; and those that apply it to a
 #: model, as engine does. Those that begin with `price` are predictions.
 VALUES = (
-    *("word", "styles", "tensor_table", "table_check", "expert_moves"),
+    *("word", "styles", "tensor_table", "table_check"),
     *("positions", "stage_io", "layer_plan"),
 )
 APPLIED = (
     *("apply", "plans", "recorded", "source", "first_step", "placement", "auto"),
     *("disk_optimizer", "partition", "pipelined", "stage_module", "staged_model"),
-    *("weight_stashing", "stage_work", "probe"),
+    *("weight_stashing", "stage_work", "runtime", "probe"),
 )
 #: The most files of the package, outside a technique's folder, that import from it. A bound falls
 #: with every file that need not know the technique any more; it never rises.

@@ -26,7 +26,6 @@ from shardwise.observe.dry_engine import dry_step
 from shardwise.observe.dry_twin import ALONE, DryTwin
 from shardwise.observe.meter import Leak, Meter
 from shardwise.observe.work import kernels_of
-from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.verify.difference import (
     KINDS,
     EngineStep,
@@ -40,7 +39,7 @@ from shardwise.verify.difference import (
 from shardwise.verify.finding import BoxPlace, Costs, Errors, Finding, Parts, renamed
 from shardwise.verify.oracles.async_oracle import AsyncOracle
 from shardwise.verify.oracles.batches import Division
-from shardwise.verify.oracles.loads import Choices
+from shardwise.verify.oracles.loads import Choices, Loads
 from shardwise.verify.oracles.oracle import Oracle, Weights
 from shardwise.verify.oracles.oracles import is_asynchronous, oracles_of
 from shardwise.verify.report import Report, report

@@ -21,8 +21,7 @@ from shardwise.engine.options import EngineOptions
 from shardwise.models import gpt
 from shardwise.models.trainable import fill
 from shardwise.observe.work import Kernels
-from shardwise.techniques.expert.expert_moves import Loads
-from shardwise.verify.oracles.loads import Choices
+from shardwise.verify.oracles.loads import Choices, Loads
 from shardwise.verify.oracles.oracles import microbatches_of
 
 ROWS = ["ddp", "zero1", "zero2", "zero3"]

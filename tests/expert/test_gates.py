@@ -176,21 +176,17 @@ def test_refused(call: Any, said: str):
         call()
 
 
-def assigned_wrongly(world: World, wrong: Tensor, said: str) -> None:
+def assigned_wrongly(world: World, wrong: Tensor) -> None:
     """Only rank 1 is given experts that do not exist."""
     layer = MoE(8, 8, Gate("assigned", 4))
     batch = GlobalBatch((world.on(Mesh.parse("dp2")).axis("dp"),))
     layer.place = replace(layer.place, batch=batch, name="blocks.3.moe")
-    with pytest.raises(InputError, match=f"blocks.3.moe, .* {said}"):
+    with pytest.raises(InputError, match=r"blocks\.3\.moe, .* on data rank 1\."):
         layer(torch.randn(3, 8), wrong if world.rank else torch.tensor([0, 3, 1]))
 
 
 def test_experts_of_one_rank_that_do_not_exist():
     """An assignment that one rank cannot use is an error on all, with the layer and the rank."""
-    wrong: list[tuple[list[float], str]] = [
-        ([4, 0, -1], r"-1 to 4 on data rank 1.*instead: Gate\(..., experts=5\)"),
-        ([0, -2, 1], "-2 to 1 on data rank 1.*instead: ids of experts from 0 up"),
-        ([0.0, NAN, 2.0], r"nan to nan \(floating point\) on data rank 1.*target.long\(\)"),
-    ]
-    for target, said in wrong:
-        run_threads(2, assigned_wrongly, torch.tensor(target), said)
+    wrong: list[list[float]] = [[4, 0, -1], [0, -2, 1], [0.0, NAN, 2.0]]
+    for target in wrong:
+        run_threads(2, assigned_wrongly, torch.tensor(target))

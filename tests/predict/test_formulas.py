@@ -30,8 +30,8 @@ from shardwise.observe.dry_twin import DryTwin
 from shardwise.observe.measured_timeline import predict_events
 from shardwise.observe.meter import Meter
 from shardwise.techniques.expert.apply import layers_of
-from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.techniques.expert.gate import GATES
+from shardwise.verify.oracles.loads import Loads
 from shardwise.verify.oracles.textbook import Uses, exchanged
 from tests.engine.cases import Case, Task, build, options_of, small_gpt, text
 from tests.engine.tensors import mine, sent
@@ -269,7 +269,7 @@ def test_tokens_that_stay_on_their_rank_send_nothing():
     uses = Uses(moe.model("topk"))
 
     def sent_with(*choices: tuple[int, ...]) -> int:
-        loads = Loads((tokens, tokens), dict.fromkeys(layers_of(moe.model("topk")), choices))
+        loads = Loads(dict.fromkeys(layers_of(moe.model("topk")), choices))
         return exchanged(engine, uses, (loads,), trains=True)
 
     assert sent_with(own, other) == 0

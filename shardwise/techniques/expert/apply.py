@@ -23,11 +23,11 @@ Under `sp` the layer's input is gathered along the sequence (the style "gather")
 each rank its shard. Experts of transformers act on the shards themselves, with whole matrices.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -35,34 +35,27 @@ from torch import nn
 from shardwise.comm.world import Axis, World
 from shardwise.core.applied import Applied
 from shardwise.core.errors import bad
+from shardwise.core.layouts.layout import R
 from shardwise.core.layouts.param_layout import AxisLayout
-from shardwise.core.layouts.uneven import even
+from shardwise.core.layouts.uneven import Cut, even, packed
 from shardwise.core.mesh import EXPERTS, REST
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.batch import Count, data_axes, filled
 from shardwise.engine.default_fill import agree, cut_to
-from shardwise.techniques.expert.expert_moves import ExpertLayer
 from shardwise.techniques.expert.gates import PassRecords
-from shardwise.techniques.expert.moe_layer import ExpertPlace, Load, MoE
+from shardwise.techniques.expert.moe_layer import ExpertPlace, Experts, Load, MoE, identity
 from shardwise.techniques.expert.routing import GlobalBatch, Routing
 from shardwise.techniques.expert.stacked import (
     StackedOnRanks,
-    choices_of,
     experts_of,
     stacked_experts,
     width_of,
 )
+from shardwise.techniques.tensor.linear import Stream
+from shardwise.techniques.tensor.tensor_table import Style, general
 
 if TYPE_CHECKING:
     from shardwise.engine.options import Build
-
-from collections.abc import Mapping
-
-from shardwise.core.layouts.layout import R
-from shardwise.core.layouts.uneven import Cut, packed
-from shardwise.techniques.expert.moe_layer import Experts, identity
-from shardwise.techniques.tensor.linear import Stream
-from shardwise.techniques.tensor.tensor_table import Style, general
 
 
 @dataclass
@@ -166,28 +159,17 @@ def layouts_of(model: nn.Module, ranks: int) -> dict[str, AxisLayout]:
     }
 
 
+class ExpertLayer(NamedTuple):
+    """The experts of a layer, and the width of its tokens."""
+
+    experts: int
+    width: int
+
+
 def shapes_of(model: nn.Module) -> dict[str, ExpertLayer]:
-    """The layers of experts as numbers, by name."""
-    return {
-        name: ExpertLayer(
-            experts=layer.gate.experts,
-            least=1 if layer.gate.name == "gshard" else layer.gate.k,
-            choices=layer.gate.k,
-            width=layer.experts.gate.shape[-1],
-            capacity=layer.gate.capacity,
-            takes=layer.gate.name == "expert-choice",
-        )
-        for name, layer in layers_of(model).items()
-    } | {
-        name: ExpertLayer(
-            experts=experts_of(module),
-            least=choices_of(module),
-            choices=choices_of(module),
-            width=width_of(module),
-            by_shard=True,
-        )
-        for name, module in stacked_experts(model).items()
-    }
+    ours, stacks = layers_of(model).items(), stacked_experts(model).items()
+    found = {name: ExpertLayer(layer.gate.experts, layer.width) for name, layer in ours}
+    return found | {name: ExpertLayer(experts_of(m), width_of(m)) for name, m in stacks}
 
 
 def applied(model: nn.Module, build: "Build") -> ExpertLayout:
@@ -213,21 +195,16 @@ def lay_out(model: nn.Module, world: World, plan: Plan, count: Count | None = No
     layout.pass_records.extend(layer.pass_records for layer in layers.values())
     batch = GlobalBatch((data[1], data[0]), world.counts)
     first = batch.rank - axis.rank
+    calls = {"has_no_rows": lambda: layout.absent, "skips": lambda: layout.skips}
     for name, layer in layers.items():
-        peers = tuple(range(first, first + n))
-        see = partial(layout.see, name)
-        calls = {"has_no_rows": lambda: layout.absent, "on_routing": see}
-        calls["skips"] = lambda: layout.skips
-        layer.place = replace(layer.place, batch=batch, ep=axis, peers=peers, name=name, **calls)
+        peers, see = tuple(range(first, first + n)), partial(layout.see, name)
+        where = replace(layer.place, batch=batch, ep=axis, peers=peers, name=name, **calls)
+        layer.place = replace(where, on_routing=see)
     for name, module in stacked_experts(model).items() if n > 1 else ():
-        group = ExpertPlace(
-            GlobalBatch((axis,)), axis, tuple(range(n)), name, lambda: layout.absent
-        )
-        group = replace(group, skips=lambda: layout.skips)
-        if isinstance(module.forward, StackedOnRanks):  # on the tensor axis
-            on = module.forward.place
-            group = replace(group, enter=on.enter, leave=on.leave, parts=on.parts)
-        module.forward = StackedOnRanks(module, group)
+        on_tensor = module.forward.place if isinstance(module.forward, StackedOnRanks) else None
+        of = {"batch": GlobalBatch((axis,)), "ep": axis, "peers": tuple(range(n)), "name": name}
+        place = replace(on_tensor or ExpertPlace(), **of, **calls)
+        module.forward = StackedOnRanks(module, place)
     agree([p for name, p in model.named_parameters() if name in layouts], axis, world.device)
     cut_to(model, layouts, axis)
     return layout
@@ -236,22 +213,13 @@ def lay_out(model: nn.Module, world: World, plan: Plan, count: Count | None = No
 # --- on the tensor axis ---------------------------------------------------------------------------
 
 
-def hidden_cuts(model: nn.Module, ranks: int, *, sp: bool) -> dict[str, Cut]:
-    """The parts of the stacked weights on `ranks` ranks of the tensor axis, by name."""
-    found: dict[str, Cut] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Experts):
-            hidden = module.up.shape[1]
-            cuts = {"gate": even(1, hidden, ranks), "up": even(1, hidden, ranks)}
-            cuts["down"] = even(2, hidden, ranks)
-            found |= {f"{name}.{key}": cut for key, cut in cuts.items()}
-    for name, module in {} if sp else stacked_experts(model).items():
-        found |= {f"{name}.{key}": cut for key, cut in _stacked_cuts(module, ranks).items()}
-    return found
-
-
-def _stacked_cuts(module: nn.Module, ranks: int) -> dict[str, Cut]:
-    """Of gate_up_proj [E, 2 F, D] and down_proj [E, D, F]; other weights stay whole."""
+def _hidden_cuts(module: nn.Module, ranks: int) -> dict[str, Cut]:
+    """The parts of stacked weights on the tensor axis: gate, up and down of sw.MoE, gate_up_proj
+    [E, 2 F, D] and down_proj [E, D, F] of transformers. Other weights stay whole.
+    """
+    if isinstance(module, Experts):
+        half = even(1, module.up.shape[1], ranks)
+        return {"gate": half, "up": half, "down": even(2, module.up.shape[1], ranks)}
     own = {key: tuple(p.shape) for key, p in module.named_parameters(recurse=False)}
     both, down = own.get("gate_up_proj", ()), own.get("down_proj", ())
     if len(own) != 2 or len(both) != 3 or both != (down[0], 2 * down[2], down[1]):
@@ -262,7 +230,8 @@ def _stacked_cuts(module: nn.Module, ranks: int) -> dict[str, Cut]:
 
 def layouts_on_tensor_axis(model: nn.Module, ranks: int, *, sp: bool) -> dict[str, AxisLayout]:
     """The layouts on the tensor axis that no style of the table states, by name."""
-    cuts = hidden_cuts(model, ranks, sp=sp)
+    stacks = stacks_of(model)
+    whole = stacked_experts(model) if sp else ()
     routers = {
         f"{name}.{key}.weight": AxisLayout(R, ranks)
         for name, layer in model.named_modules()
@@ -270,7 +239,11 @@ def layouts_on_tensor_axis(model: nn.Module, ranks: int, *, sp: bool) -> dict[st
         for key in ("router", "spread")
         if getattr(layer, key) is not None
     }
-    return {name: AxisLayout.sharded(cut) for name, cut in cuts.items()} | routers
+    return routers | {
+        f"{name}.{key}": AxisLayout.sharded(cut)
+        for name in stacks.keys() - whole
+        for key, cut in _hidden_cuts(stacks[name], ranks).items()
+    }
 
 
 def on_tensor_axis(

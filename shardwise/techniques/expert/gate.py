@@ -145,9 +145,7 @@ class Gate:
         wanted = wanted if choice.wanted is None else choice.wanted
         chosen = choice.experts, wanted
         lined = queues(chosen, logits, self.capacity, batch, choice.valid)
-        none = logits.new_zeros(0, dtype=torch.long)
-        target = none if extra.target is None else extra.target
-        gates.require_experts(target, self.experts, lined.facts.valid, batch, layer)
+        gates.require_experts(self.experts, lined.facts.valid, layer)
         weights = choice.weights.to(logits)
         of = torch.zeros_like(logits).scatter(-1, choice.experts, weights * wanted)
         counts = lined.wanted_by_choice[: choice.balance_choices].sum(0).to(logits.device)

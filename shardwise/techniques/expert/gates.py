@@ -25,7 +25,6 @@ since (`PassRecords`).
 """
 
 import hashlib
-import math
 from dataclasses import dataclass
 
 import torch
@@ -105,14 +104,14 @@ def noisy_topk(
     return topk_softmax_after(logits, k)
 
 
-def sigmoid(logits: Tensor, k: int, bias: Tensor, *, scale: float = 1.0) -> Choice:
-    """Top-k of sigmoid(logits) + bias [E]; the weights are the sigmoids alone, with sum `scale`.
+def sigmoid(logits: Tensor, k: int, bias: Tensor) -> Choice:
+    """Top-k of sigmoid(logits) + bias [E]; the weights are the sigmoids alone, with sum 1.
     DeepSeek-V3 (arXiv 2412.19437), section 2.1.2, eq. 13-16.
     """
     scores = logits.sigmoid()
     experts = (scores + bias.to(scores)).topk(k, dim=-1).indices
     top = scores.gather(-1, experts)
-    weights = scale * top / top.sum(-1, keepdim=True)
+    weights = top / top.sum(-1, keepdim=True)
     return Choice(experts, weights, scores / scores.sum(-1, keepdim=True))
 
 
@@ -200,31 +199,16 @@ def assigned(assignment: Tensor, experts: int) -> Choice:
     return Choice(chosen.view(-1, 1), weights, probabilities, valid=valid)
 
 
-def require_experts(
-    assignment: Tensor, experts: int, valid: tuple[bool, ...], batch: GlobalBatch, layer: str
-) -> None:
-    """Raise InputError, on all data ranks, if the assignment [N] of any is not `valid`."""
-    if all(valid):
-        return
-    found = torch.zeros(3, dtype=torch.float64, device=assignment.device)
-    if len(assignment):
-        found[0], found[1] = assignment.aminmax()
-    found[2] = assignment.is_floating_point()
-    every = batch.gather(found).tolist()
-    of = [
-        f"{low:g} to {high:g}{' (floating point)' if floating else ''} on data rank {rank}"
-        for rank, (low, high, floating) in enumerate(every)
-        if not valid[rank]
-    ]
-    highest = max(high if math.isfinite(high) else 0.0 for _, high, _ in every)
-    instead = "target.long()" if any(row[2] for row in every) else "ids of experts from 0 up"
-    if highest >= experts:
-        instead = f"Gate(..., experts={int(highest) + 1}), or another assignment"
-    raise bad(
-        f"for {layer}, an assignment of tokens to the experts {' and '.join(of)}",
-        f"integers from 0 to {experts - 1}, for {experts} experts",
-        instead,
-    )
+def require_experts(experts: int, valid: tuple[bool, ...], layer: str) -> None:
+    """Raise InputError, on all data ranks, if the assignment of any is not `valid`."""
+    wrong = " and ".join(str(rank) for rank, each in enumerate(valid) if not each)
+    if wrong:
+        raise bad(
+            f"for {layer}, an assignment of tokens to experts that do not exist, on data rank "
+            f"{wrong}",
+            f"integers from 0 to {experts - 1}, for {experts} experts",
+            "target.long(), with ids of experts from 0 up; or a gate with more experts",
+        )
 
 
 def hashed(ids: Tensor, experts: int, seed: int = 0) -> Tensor:

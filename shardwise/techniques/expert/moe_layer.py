@@ -4,7 +4,7 @@ N  tokens of this rank      D  width      F  hidden width of an expert      E  e
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -184,7 +184,7 @@ class MoE(nn.Module):
         place = self.place
         goes_on = self.training and place.skips() and not all(routing.finite)
         if not goes_on:
-            self._require_finite(routing)
+            require_finite(self._name, routing.finite, "data rank")
         self._remember(routing, extra.bias)
         exchange = Exchange.of(routing, place.batch, place.ep, place.peers)
         token = exchange.choices // routing.experts.shape[1]
@@ -262,15 +262,6 @@ class MoE(nn.Module):
         passes.data.add_(int(counts))
         return number
 
-    def _require_finite(self, routing: Routing) -> None:
-        ranks = [rank for rank, finite in enumerate(routing.finite) if not finite]
-        if ranks:
-            raise NonFiniteError(
-                f"The router of {self._name} gave infinite logits or NaN on data rank "
-                f"{' and '.join(map(str, ranks))}. The learning rate may be too high: lower it, "
-                'or add losses={"z": 1e-3} to the gate, which keeps logits small.'
-            )
-
     @property
     def _name(self) -> str:
         return self.place.name or "a mixture of experts"
@@ -294,6 +285,17 @@ class MoE(nn.Module):
             total = total + self.gate.losses.get(name, 1.0) * value
         share = total / self.place.parts
         return share + (total - share).detach() if self.place.parts > 1 else total
+
+
+def require_finite(layer: str, finite: Sequence[float], rank: str) -> None:
+    """Raise NonFiniteError, on all ranks, if the logits or weights of one are not finite."""
+    ranks = " and ".join(str(place) for place, each in enumerate(finite) if not each)
+    if ranks:
+        raise NonFiniteError(
+            f"The router of {layer} gave infinite numbers or NaN on {rank} {ranks}. The learning "
+            'rate may be too high: lower it, or add losses={"z": 1e-3} to a sw.Gate, which keeps '
+            "logits small."
+        )
 
 
 def name_layers(model: nn.Module) -> None:

@@ -75,11 +75,6 @@ class GlobalBatch:
         rows = max(known, key=max)
         return tuple(tokens * n // rows[self.rank] for n in rows)
 
-    def sizes(self, rows: int, device: torch.device) -> list[int]:
-        return (
-            self.gather(torch.tensor([rows], dtype=torch.int64, device=device)).flatten().tolist()
-        )
-
 
 #: Integers of `pack_facts`, which a data rank sends beside the counts of its choices.
 FACT_COUNT: Final = 3

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.errors import NonFiniteError
 from shardwise.techniques.expert.dispatch import Exchange
-from shardwise.techniques.expert.moe_layer import ExpertPlace
+from shardwise.techniques.expert.moe_layer import ExpertPlace, require_finite
 from shardwise.techniques.expert.routing import Routing, even_counts
 
 
@@ -93,7 +92,7 @@ class StackedOnRanks:
         finite = torch.isfinite(weights_NK.detach()).all() | place.has_no_rows()
         found = everyone(torch.cat([own, finite.long().view(1)])).cpu()
         if not (self.own_experts.training and place.skips()):  # the loss will not be finite
-            _require_finite(found[:, -1].tolist(), place.name)
+            require_finite(place.name, found[:, -1].tolist(), "ep rank")
         return found[:, :-1]
 
     def _run_experts(self, rows: Tensor, counts: list[int]) -> Tensor:
@@ -105,12 +104,3 @@ class StackedOnRanks:
         expert = expert.repeat_interleave(sizes, output_size=len(rows)).view(-1, 1)
         forward: Callable[..., Tensor] = type(self.own_experts).forward
         return forward(self.own_experts, rows, expert, torch.ones_like(expert, dtype=rows.dtype))
-
-
-def _require_finite(finite: list[int], name: str) -> None:
-    ranks = [str(rank) for rank, each in enumerate(finite) if not each]
-    if ranks:
-        raise NonFiniteError(
-            f"The router of {name} gave infinite weights or NaN on rank {' and '.join(ranks)} of "
-            "the axis ep. The learning rate may be too high: lower it."
-        )

@@ -20,7 +20,7 @@ from shardwise.comm.unchanged import eval_mode, seeded
 from shardwise.comm.world import Axis
 from shardwise.core.applied import Applied, during
 from shardwise.core.errors import RunError
-from shardwise.core.schedule.schedule import Action, Schedule, Step, Token, Transfer
+from shardwise.core.schedule.schedule import Action, Schedule
 from shardwise.engine.batch import Count, copied, enough, is_written
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.norm import LossWeights
@@ -132,20 +132,15 @@ class Pipelined:
     @torch.no_grad()
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
         """Run one microbatch forward in eval mode; the result is on the last stage's rank."""
-        with eval_mode(self.model, *self.staging.stages.layers.elsewhere):
-            return self._evaluate(call)
-
-    def _evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
-        result = Result()
-        units = self.units.at()
-        microbatches = [Microbatch(0, None, 0, 0, *self._trace_call(call))]
-        work = StageWork(
-            self.staging.stages, units, result, lambda m, *_: call(m), microbatches, trains=False
-        )
-        with self._whole_run():
-            run(forward_only(self.staging.schedule), self.staging.axis, work)
-        self.data.end_run()
-        self.staging.share_buffers([microbatches[0].trace])
+        staging, result = self.staging, Result()
+        with eval_mode(self.model, *staging.stages.layers.elsewhere):
+            part = Microbatch(0, None, 0, 0, *self._trace_call(call))
+            of = staging.stages, self.units.at(), result, lambda m, *_: call(m), [part]
+            with self._whole_run():
+                work = StageWork(*of, trains=False)
+                run(forward_only(staging.schedule), staging.axis, work)
+            self.data.end_run()
+            staging.share_buffers([part.trace])
         return result.value
 
     def _trace(self, part: Any) -> "_Traced":
@@ -276,13 +271,6 @@ def _place(axes: Sequence[Axis]) -> int:
 
 def forward_only(schedule: Schedule) -> Schedule:
     """One microbatch forward through the stages of `schedule`, and nothing else."""
-    home = schedule.home
-    rows: list[list[Step]] = [[] for _ in schedule.rows]
-    for stage, rank in enumerate(home):
-        row, act = rows[rank], Token("act", stage - 1, 0)
-        if stage and home[stage - 1] != rank:
-            rows[home[stage - 1]].append(Transfer("SEND", act, rank))
-            row.append(Transfer("RECV", act, home[stage - 1]))
-        row.append(Action("F", stage, 0))
-    done = tuple(tuple(row) for row in rows)
-    return replace(schedule, rows=done, microbatches=1, update=0, lag=())
+    stages = map(schedule.stages, range(schedule.ranks))
+    rows = tuple(tuple(Action("F", stage, 0) for stage in own) for own in stages)
+    return replace(schedule, rows=rows, microbatches=1, update=0, lag=())

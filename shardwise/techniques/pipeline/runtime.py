@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from textwrap import fill
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,46 +35,10 @@ from shardwise.core.schedule.schedule import (
     needs,
     takes,
 )
-from shardwise.techniques.pipeline.stage_io import Spec
+from shardwise.techniques.pipeline.stage_work import StageWork
 
 #: The number of posted receives from each rank: one message arrives while one is used.
 AHEAD = 2
-
-
-class Work(Protocol):
-    """Executes the actions of this rank's stages. Each tape and rest is passed back once."""
-
-    device: torch.device
-
-    def specs(self, token: Token) -> Sequence[Spec]:
-        """Of the tensors in the bundle `token`, an act or a grad."""
-        ...
-
-    def forward(
-        self, stage: int, microbatch: int, inputs: list[Tensor]
-    ) -> tuple[list[Tensor], Any]:
-        """F: takes the previous stage's bundle; returns this stage's bundle and a tape."""
-        ...
-
-    def backward(self, stage: int, microbatch: int, tape: Any, grads: list[Tensor]) -> list[Tensor]:
-        """B: from the gradients of the stage's outputs to those of its inputs."""
-        ...
-
-    def inputs(
-        self, stage: int, microbatch: int, tape: Any, grads: list[Tensor]
-    ) -> tuple[list[Tensor], Any]:
-        """I: as B without the weights' gradients, which W computes from the rest returned."""
-        ...
-
-    def weights(self, stage: int, microbatch: int, rest: Any) -> None: ...
-
-    def reduce(self, stage: int) -> None:
-        """REDUCE: sum the stage's gradients over its replicas."""
-        ...
-
-    def update(self, stage: int, microbatch: int) -> None:
-        """U: update the stage's weights from the microbatches up to this one."""
-        ...
 
 
 #: Observes a run: each step is reported when it has ended.
@@ -92,7 +56,7 @@ def open_channels(schedule: Schedule, axis: Axis, device: torch.device) -> None:
 def run(
     schedule: Schedule,
     axis: Axis,
-    work: Work,
+    work: StageWork,
     watch: Watch | None = None,
     table: dict[Token, Any] | None = None,
 ) -> None:
@@ -123,7 +87,7 @@ def run(
 
 class _Live:
     def __init__(
-        self, schedule: Schedule, axis: Axis, work: Work, table: dict[Token, Any] | None
+        self, schedule: Schedule, axis: Axis, work: StageWork, table: dict[Token, Any] | None
     ) -> None:
         self.schedule, self.work = schedule, work
         self.post = _Post(schedule, axis, work)
@@ -205,7 +169,7 @@ class _Post:
     sent bundle is kept until a message proves that it has arrived (`acks`), or until the end.
     """
 
-    def __init__(self, schedule: Schedule, axis: Axis, work: Work) -> None:
+    def __init__(self, schedule: Schedule, axis: Axis, work: StageWork) -> None:
         self.axis, self.work = axis, work
         self.acks = acks(schedule, axis.rank)
         self.coming: dict[int, deque[Token]] = {}

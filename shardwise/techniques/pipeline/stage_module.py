@@ -8,7 +8,7 @@ under their names in the full model. If several ranks hold a parameter (a tied e
 its gradient before the update, so that the copies stay equal.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -102,19 +102,6 @@ class Staging:
                 table[key] = whole
             elif self.axis.rank != source:
                 old.data.copy_(whole)
-
-    # --- consensus of the stages --------------------------------------------------------------
-
-    def anywhere(self, flags: Sequence[bool]) -> list[bool]:
-        """Which of these are true on any rank of the axis; called by all of them."""
-        own = torch.tensor(flags, dtype=torch.float64, device=self.stages.device)
-        return (begin_sum(own, self.axis).wait() > 0).tolist()
-
-    def together(self, names: Collection[str]) -> list[str]:
-        """The union of the names of all ranks of the axis; called by all of them."""
-        every = sorted(self.at)
-        flags = self.anywhere([name in names for name in every])
-        return [name for name, flag in zip(every, flags, strict=True) if flag]
 
     def shared(self, names: Sequence[str], used: Tensor) -> Tensor:
         """`used`, where a tied parameter is used if any holder used it: all must update it."""

@@ -23,6 +23,7 @@ Executions differ in three parts:
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +37,9 @@ from shardwise.techniques.pipeline.stage import Ran
 from shardwise.techniques.pipeline.stage_io import Spec, StageTrace
 from shardwise.techniques.pipeline.staged_model import Stages
 from shardwise.techniques.pipeline.trace.outside_buffers import grads_back, require_grads, specs
+
+#: The rest of a backward pass, which W runs.
+Rest = Callable[[], object]
 
 
 class StageTape:
@@ -59,22 +63,11 @@ class StageTape:
             x.grad = None
         return found
 
-    def inputs(self, grads: Sequence[Tensor]) -> tuple[list[Tensor | None], "Rest"]:
-        """I: the gradients of `inputs`, and what W has to run."""
+    def inputs(self, grads: Sequence[Tensor]) -> tuple[list[Tensor | None], Rest]:
+        """I: the gradients of `inputs`, and what W has to run: all of B, if I did nothing."""
         if any(x.requires_grad for x in self.input_leaves):
-            return self.backward(grads), Rest(self, ())
-        return [None] * len(self.input_leaves), Rest(self, grads)
-
-
-class Rest:
-    """The backward pass of a stage whose I did nothing; of other stages nothing is left."""
-
-    def __init__(self, tape: StageTape, grads: Sequence[Tensor]) -> None:
-        self.tape, self.grads = tape, grads
-
-    def weights(self) -> None:
-        """W: accumulates each parameter's gradient, unless I has."""
-        self.tape.backward(self.grads)
+            return self.backward(grads), partial(self.backward, ())
+        return [None] * len(self.input_leaves), partial(self.backward, grads)
 
 
 #: The user's forward of one microbatch, with the loss if there is one, of a copy if it has one.
@@ -155,7 +148,9 @@ class StageUnits(Protocol):
 
 
 class StageWork:
-    """The work of one run of a schedule; without `trains` there are no backward passes."""
+    """The actions of this rank's stages in one run of a schedule; without `trains` there are no
+    backward passes. Each tape and rest is passed back once.
+    """
 
     def __init__(
         self,
@@ -172,12 +167,13 @@ class StageWork:
         self.device = stages.storage
 
     def specs(self, token: Token) -> Sequence[Spec]:
+        """The specs of the tensors in the bundle `token`, an act or a grad."""
         return specs(self.microbatches[token.microbatch].trace, token)
 
     def forward(
         self, stage: int, microbatch: int, inputs: list[Tensor]
     ) -> tuple[list[Tensor], StageTape | None]:
-        """F."""
+        """F: takes the previous stage's bundle; returns this stage's bundle and a tape."""
         own = self.microbatches[microbatch]
         if self.trains:
             require_grads(inputs, own.trace, stage)
@@ -192,7 +188,7 @@ class StageWork:
     def backward(
         self, stage: int, microbatch: int, tape: StageTape, grads: list[Tensor]
     ) -> list[Tensor]:
-        """B."""
+        """B: from the gradients of the stage's outputs to those of its inputs."""
         own = self.microbatches[microbatch]
         with self.units.around("B", stage, own):
             found = tape.backward(self._arrived(stage, own, grads))
@@ -201,7 +197,7 @@ class StageWork:
     def inputs(
         self, stage: int, microbatch: int, tape: StageTape, grads: list[Tensor]
     ) -> tuple[list[Tensor], Rest]:
-        """I."""
+        """I: as B without the weights' gradients, which W computes from the rest returned."""
         own = self.microbatches[microbatch]
         with self.units.around("I", stage, own):
             found, rest = tape.inputs(self._arrived(stage, own, grads))
@@ -209,7 +205,7 @@ class StageWork:
 
     def weights(self, stage: int, microbatch: int, rest: Rest) -> None:
         with self.units.around("W", stage, self.microbatches[microbatch]):
-            rest.weights()
+            rest()
 
     def reduce(self, stage: int) -> None:
         self.units.reduce(stage)

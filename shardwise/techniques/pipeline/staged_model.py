@@ -45,11 +45,6 @@ class Stages:
         self.count, self.device = self.layers.count, device
         self.storage = storage or device
 
-    @property
-    def parameters(self) -> dict[str, tuple[int, ...]]:
-        """The stages of every parameter of the full model, by name; tied ones have several."""
-        return {name: stages for name, stages, _ in self.layers.parameters}
-
     def trace(self, call: Callable[[nn.Module], Any], ask: Ask | None = None) -> StageTrace:
         """Trace `call` on meta for this microbatch, in the current grad mode.
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.comm.world import World
 from shardwise.core.errors import refusal
@@ -52,12 +52,9 @@ def table_for(model: nn.Module, plan: Plan, own: Table | Mapping[str, str] | Non
     table = table_of(model, own)  # also checks a table that the plan does not use
     if ranks == 1:
         return None
-    if not table.styles:
-        raise without(model, "has a table without a style")
     if plan.layers:
         table = only(model, table, [], layer_plans(model, plan).meshes)
-    if problems := check(table, shapes(model), plan.sp, ranks):
-        raise refusal(f"the table of the {type(model).__name__} under '{plan}'", problems)
+    _require(model, table, plan, f"the {type(model).__name__}")
     if plan.sp:
         expert_tensor.require_gathered(model, matches(table, list(shapes(model)), sp=True))
     return table
@@ -72,16 +69,18 @@ def layer_tables(model: nn.Module, plan: Plan, own: Table | Mapping[str, str] | 
     if problems := unmatched(table, list(shapes(model)), sp=False):
         raise refusal(f"the table of the {type(model).__name__}", problems)
     for each in plans.meshes:
-        ranks = each.plan.mesh.size_of(TENSOR)
-        if ranks == 1:
-            continue
-        part = only(model, table, [each], [])
-        if not part.styles:
-            raise without(model, f"has a table without a style for {', '.join(each.modules)}")
-        if problems := check(part, shapes(model), False, ranks):
-            raise refusal(f"the table of {', '.join(each.modules)} under '{each.plan}'", problems)
-        found[each.number - 1] = replace(each, table=part)
+        if each.plan.mesh.size_of(TENSOR) > 1:
+            part = only(model, table, [each], [])
+            _require(model, part, each.plan, ", ".join(each.modules))
+            found[each.number - 1] = replace(each, table=part)
     return LayerPlans(tuple(found))
+
+
+def _require(model: nn.Module, table: Table, plan: Plan, of: str) -> None:
+    if not table.styles:
+        raise without(model, f"has a table without a style for {of}")
+    if problems := check(table, shapes(model), plan.sp, plan.mesh.size_of(TENSOR)):
+        raise refusal(f"the table of {of} under '{plan}'", problems)
 
 
 def tensor_spec(
@@ -179,12 +178,12 @@ class _Hooks:
                 straight = style.by == "sequence" or not stream.split
                 sequence.embed(module, self.axis, cut, stream.leave if straight else stream.sum)
             case "vocabulary", Cut():
-                self._keep_cut(module, cut)
+                sequence.change_output(module, lambda y: sharded_logits(y, self.axis, cut, stream))
                 linear.columns(module, stream, shape.transposed, entered)
             case "colwise", _:
                 linear.columns(module, stream, shape.transposed, entered)
             case "colwise_gather_output", Cut():
-                sequence.gather_output(module, stream, cut)
+                sequence.change_output(module, partial(stream.join, cut=cut))
                 linear.columns(module, stream, shape.transposed, entered)
             case "rowwise", _:
                 sequence.rows(module, stream, linear.is_linear(module))
@@ -196,18 +195,6 @@ class _Hooks:
             case "split", _:
                 sequence.change_input(module, stream.scatter)
             case "sequence", _ if style.by == "join":
-                self._join(module)
+                sequence.change_output(module, stream.unsplit)
             case _:
                 pass
-
-    def _join(self, module: nn.Module) -> None:
-        def whole(_: nn.Module, __: object, y: Tensor) -> Tensor:
-            return self.stream.unsplit(y)
-
-        module.register_forward_hook(whole, prepend=True)
-
-    def _keep_cut(self, module: nn.Module, cut: Cut) -> None:
-        def logits(_: nn.Module, __: object, y: Tensor) -> Tensor:
-            return sharded_logits(y, self.axis, cut, self.stream)
-
-        module.register_forward_hook(logits, prepend=True)

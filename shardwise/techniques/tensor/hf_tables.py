@@ -7,7 +7,6 @@ The library itself is not imported.
 """
 
 import fnmatch
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -16,7 +15,7 @@ from typing import Any, Final
 from torch import nn
 
 from shardwise.core.errors import bad
-from shardwise.techniques.tensor.tensor_table import Table, general, matches, parent
+from shardwise.techniques.tensor.tensor_table import Table, by_pattern, matches, parent
 
 #: The library's styles and ours; None: replicated, as experts are.
 _STYLES: Final[dict[str, str | None]] = {
@@ -184,35 +183,24 @@ def _sets(model: nn.Module, table: Table) -> dict[str, dict[str, str]]:
         has = vars(model.get_submodule(block))
         counts = {key: what for key, what in _COUNTS.items() if has.get(key) == right[what]}
         found |= {block: counts} if counts else {}
-    layers = Counter(map(general, names))
-    same = Counter((general(name), str(counts)) for name, counts in found.items())
-    return {
-        general(name) if same[general(name), str(counts)] == layers[general(name)] else name: counts
-        for name, counts in found.items()
-    }
+    return by_pattern(found, names)
 
 
 def _sequence(model: nn.Module, cut: set[str]) -> dict[str, str]:
     """The `sequence` styles of a decoder: norms and replicated experts act on shards."""
     base = f"{_base(model)}." if _base(model) else ""
     layers = list(model.get_submodule(f"{base}layers").named_children())
-    by_layer = [_layer(layer, f"{base}layers.{index}", cut) for index, layer in layers]
-    styles = {f"{base}layers.0": "split"}
-    for (index, _), entries in zip(layers, by_layer, strict=True):
-        for name, style in entries.items():
-            everywhere = all(other.get(name) == style for other in by_layer)
-            styles[f"{base}layers.{'*' if everywhere else index}.{general(name)}"] = style
-    return styles | {f"{base}norm": "sequence"}
-
-
-def _layer(layer: nn.Module, path: str, cut: set[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for name, part in layer.named_children():
-        if any(key.startswith(f"{path}.{name}.") for key in cut):
-            found[name] = "gather"
-        else:
-            found |= dict.fromkeys(_holders(part, name), "sequence")
-    return found
+    styles: dict[str, str] = {}
+    for index, layer in layers:
+        for key, part in layer.named_children():
+            name = f"{base}layers.{index}.{key}"
+            if any(other.startswith(f"{name}.") for other in cut):
+                styles[name] = "gather"
+            else:
+                styles |= dict.fromkeys(_holders(part, name), "sequence")
+    names = [name for name, _ in model.named_modules()]
+    found = by_pattern(styles, names)
+    return {f"{base}layers.0": "split"} | found | {f"{base}norm": "sequence"}
 
 
 def _holders(module: nn.Module, called: str) -> list[str]:

@@ -77,11 +77,11 @@ def _after_rows(
     return y if bias is None else y + bias.to(y.dtype)  # 16 bits under autocast
 
 
-def gather_output(module: nn.Module, stream: Stream, cut: Cut) -> None:
-    """Hook a layer so that its output is gathered, equal on all ranks; call before `columns`."""
+def change_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Hook a module so that `change` is applied to its output; call before `columns`."""
 
     def after(_: nn.Module, __: Any, y: Tensor) -> Tensor:
-        return stream.join(y, cut)
+        return change(y)
 
     module.register_forward_hook(after, prepend=True)
 

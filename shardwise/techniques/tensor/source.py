@@ -35,7 +35,7 @@ from shardwise.techniques.tensor.tensor_table import (
     ModuleShape,
     Style,
     Table,
-    general,
+    by_pattern,
     last,
     matching,
 )
@@ -173,15 +173,8 @@ def _expanded(entries: Entries, modules: Mapping[str, nn.Module]) -> tuple[Entri
             summed |= {f"{name}.{partial}.{key}": under_sp for key in adapters}
         styles |= {f"{name}.{key}": style for key in (base, *copies)} | {name: "whole"}
     kept = ((f"{key.removesuffix('?')}?", style) for key, style in entries)
-    return _by_pattern(summed, modules), (*_by_pattern(styles, modules), *kept)
-
-
-def _by_pattern(styles: Mapping[str, str], modules: Mapping[str, nn.Module]) -> Entries:
-    """The styles, in one entry for all layers where a pattern matches modules of one style."""
-    patterns = dict.fromkeys(map(general, styles))
-    uniform = {p for p in patterns if len({styles.get(n) for n in matching(p, modules)}) == 1}
-    found = {general(n) if general(n) in uniform else n: style for n, style in styles.items()}
-    return tuple(found.items())
+    own = by_pattern(summed, modules).items(), by_pattern(styles, modules).items()
+    return tuple(own[0]), (*own[1], *kept)
 
 
 def _copies(module: nn.Module) -> tuple[str, ...]:

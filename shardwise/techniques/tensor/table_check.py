@@ -32,8 +32,6 @@ from shardwise.techniques.tensor.tensor_table import (
     unmatched,
 )
 
-__all__ = ["check"]
-
 #: The end of the name of a layer that peft wrapped, or added.
 _ADAPTER = re.compile(r"\.(base_layer|original_module|(lora_[AB]|modules_to_save)\.[^.]+)$")
 _LINEAR = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input")

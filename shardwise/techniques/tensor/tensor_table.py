@@ -26,7 +26,7 @@ sequence are described in arXiv 2205.05198, section 4.
 
 import fnmatch
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -135,19 +135,6 @@ def parent(name: str) -> str:
 def last(name: str) -> str:
     return name.rpartition(".")[2]
 
-
-__all__ = [
-    "ModuleShape",
-    "Style",
-    "Table",
-    "assign",
-    "bias_cut",
-    "counted_attributes",
-    "cuts",
-    "matches",
-    "numbers",
-    "unmatched",
-]
 
 Entries = tuple[tuple[str, str], ...]
 #: The numbers that an attribute of a module may count; they differ between ranks.
@@ -278,27 +265,32 @@ def matching(key: str, modules: Iterable[str]) -> list[str]:
     return [name for name in modules if _pattern(key).match(name)]
 
 
+def by_pattern(entries: Mapping[str, Any], modules: Collection[str]) -> dict[str, Any]:
+    """The entries of modules by name, in one for all layers where their pattern matches only
+    modules with equal entries.
+    """
+
+    def shared(name: str) -> bool:
+        return all(entries.get(n) == entries[name] for n in matching(general(name), modules))
+
+    return {general(name) if shared(name) else name: what for name, what in entries.items()}
+
+
 def unmatched(table: Table, modules: Sequence[str], sp: bool) -> list[Problem]:
     """A problem for each pattern that matches no module of the model."""
     names = [name for name in modules if name]
     keys = [key for key, _ in (*_entries(table, sp), *table.sets)]
     used = {key for key in keys if any(map(_pattern(key).match, names))}
-    if not used:
-        first = f', as "{keys[0]}"' if keys else ""
-        allowed = f"patterns of its modules: {', '.join(_some(names))}"
-        instead = f'"{_nearest(keys[0] if keys else "", names)}"'
-        given = f"a table without any pattern that matches the model{first}"
-        return [Problem(given, allowed, instead)]
-    problems = [
+    general_names = list(dict.fromkeys(map(general, names))) or ["*"]
+    return [
         Problem(
             f'"{key}" in the table, which matches no module of the model',
             f'names of its modules, * for any part, or "{key}?" if it may match none',
-            f'"{_nearest(key, names)}"',
+            f'"{suggest(general(key.removesuffix("?")), general_names)}"',
         )
         for key in keys
-        if key not in used and not key.endswith("?")
+        if key not in used and not (used and key.endswith("?"))
     ]
-    return problems
 
 
 def cuts(style: Style, shape: ModuleShape, table: Table, ranks: int) -> Cut | None:
@@ -387,18 +379,6 @@ def _entries(table: Table, sp: bool) -> Entries:
 
 def _pattern(key: str) -> re.Pattern[str]:
     return re.compile(fnmatch.translate(key.removesuffix("?")))
-
-
-def _nearest(key: str, names: Sequence[str]) -> str:
-    """The module name most similar to a pattern, with * for the numbers of layers."""
-    known = list(dict.fromkeys(map(general, names))) or ["*"]
-    return suggest(general(key.removesuffix("?")), known)
-
-
-def _some(names: Sequence[str]) -> list[str]:
-    """A few of the names, the deepest first, which have the weights."""
-    known = dict.fromkeys(map(general, names))
-    return sorted(known, key=lambda name: -name.count("."))[:6] or ["it has none"]
 
 
 def _counted(pattern: str, attribute: str, number: object) -> None:

@@ -7,7 +7,7 @@ The predicted bytes of experts come from these loads, never from the routing of 
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,12 +19,29 @@ from shardwise.comm.move import part
 from shardwise.core.plan.plan import Plan
 from shardwise.techniques.context.positions import cut_of
 from shardwise.techniques.expert.apply import experts_in, layers_of
-from shardwise.techniques.expert.expert_moves import Counts, Loads
 from shardwise.techniques.expert.routing import Routing
 from shardwise.techniques.expert.stacked import experts_of, stacked_experts
 from shardwise.verify.oracles.async_oracle import AsyncOracle
 from shardwise.verify.oracles.batches import Division
 from shardwise.verify.oracles.oracle import Oracle
+
+Counts = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Loads:
+    """What the experts compute of one microbatch.
+
+    choices  by layer: [R][E], how many choices of each data rank each expert computes
+    shards   of stacked layers under `sp`: the same by tensor rank, of its shard of the sequence
+    """
+
+    choices: Mapping[str, Counts]
+    shards: Mapping[str, tuple[Counts, ...]] = field(default_factory=dict[str, tuple[Counts, ...]])
+
+    def on(self, layer: str, tensor_rank: int) -> Counts:
+        shards = self.shards.get(layer)
+        return self.choices[layer] if shards is None else shards[tensor_rank]
 
 
 class Choices:
@@ -87,7 +104,6 @@ def _loads(
     }
     shards = {name: [_padded(x, tensor_ranks) for x in own[name]] for name in by_shard}
     return Loads(
-        tuple(number * cut.numel(rank) for number in sizes for rank in range(plan.cp)),
         {name: _counts(parts, sizes) for name, parts in own.items()},
         {
             name: tuple(_counts([x[:, rank] for x in parts], sizes) for rank in range(tensor_ranks))
