@@ -3,7 +3,7 @@
 import re
 import threading
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from shardwise.models import gpt
 from shardwise.models.gpt import GPT, SIZES, Block, GPTConfig
 from shardwise.models.registry import find
 from shardwise.techniques.data.wrap_policy import UnitSpec, choose
-from shardwise.techniques.pipeline.partition import balance_by_time, calls_of, misplaced, starts
+from shardwise.techniques.pipeline.partition import balance_by_time, calls_of, starts
 from tests.engine.zoo import ClassToken, Lists, Stack
 from tests.pool import run_threads
 
@@ -35,23 +35,6 @@ def of(**parts: nn.Module) -> nn.Module:
     for name, part in parts.items():
         model.add_module(name, part)
     return model
-
-
-class Config:
-    model_type = "other"
-    base_model_pp_plan: ClassVar = {"embed": (), "blocks": (), "norm": ()}
-
-
-class Planned(nn.Module):
-    """`base_model_pp_plan` says which list is gone through, and the heavy one is not."""
-
-    base_model_prefix = "base"
-    config = Config()
-
-    def __init__(self) -> None:
-        super().__init__()
-        lists = {"heavy": nn.ModuleList(linears(40, 3)), "blocks": nn.ModuleList(linears(4, 3))}
-        self.base = of(norm=nn.Linear(4, 4), embed=nn.Linear(4, 4), **lists)
 
 
 #: What is cut, in how many stages, and where.
@@ -85,7 +68,6 @@ CUT: dict[str, tuple[Callable[[], nn.Module], int, tuple[str, ...]]] = {
         2,
         ("blocks.1",),
     ),
-    "a plan of transformers": (Planned, 3, ("base.blocks.1", "base.blocks.2")),
     "llama": (lambda: find("hf:llama").build(), 2, ("model.layers.1",)),
     "gpt2": (lambda: find("hf:gpt2").build(), 2, ("transformer.h.1",)),
     "bert": (lambda: find("hf:bert").build(), 2, ("bert.encoder.layer.1",)),
@@ -138,14 +120,23 @@ def test_a_plan_counts_the_blocks_of_stages(counts: tuple[int, ...]):
         first += count
 
 
-def test_what_transformers_defines_out_of_order_is_known():
+OUT_OF_ORDER = {
+    "bart": ("model.encoder.layernorm_embedding", "model.encoder.layers.0"),
+    "camembert": ("roberta.encoder.layer.0", "lm_head.dense"),
+    "opt": ("model.decoder.layers.1", "model.decoder.final_layer_norm"),
+    "mpnet": ("mpnet.encoder.relative_attention_bias", "mpnet.encoder.layer.0"),
+    "xlm": ("transformer.ffns.0", "transformer.attentions.1"),
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_ORDER)
+def test_what_transformers_defines_out_of_order_is_known(name: str):
     """A norm after the blocks that it stands before, a head before the blocks it stands on."""
     pytest.importorskip("transformers")
-    other = "model.encoder.embed_positions"
-    assert misplaced(find("hf:bart").build())["model.encoder.layernorm_embedding"] == other
-    assert misplaced(find("hf:camembert").build()) == {"lm_head": "roberta"}
-    assert misplaced(Planned()) == {"base.norm": "base.blocks"}
-    assert misplaced(small()) == misplaced(find("hf:llama").build()) == {}
+    trainable = find(f"hf:{name}")
+    calls = calls_of(trainable.build(), trainable.loss)
+    first, second = (calls[module][0] for module in OUT_OF_ORDER[name])
+    assert first < second
 
 
 class Clock(threading.local):

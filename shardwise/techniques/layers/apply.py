@@ -5,7 +5,7 @@ tensor with this rank's number of rows in dim 0 is an activation of the batch. O
 of positions) are the same on all ranks, so they need no gradient.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,10 +37,6 @@ if TYPE_CHECKING:
     from shardwise.engine.options import Build
 
 
-#: Gives an output that is not a plain tensor the rows of a degree; None if it cannot.
-Wrap = Callable[[Tensor, RowExchange, int], Tensor | None]
-
-
 class Random:
     """Random numbers of a layer: equal on the ranks that compute the same rows."""
 
@@ -56,12 +52,10 @@ class Random:
 
 
 class LayerHooks:
-    """The hooks of the layers of one mesh; `wrap` gives outputs of other classes its rows."""
+    """The hooks of the layers of one mesh."""
 
-    def __init__(
-        self, exchange: RowExchange, degree: int, wrap: Wrap, random: Random | None = None
-    ) -> None:
-        self.exchange, self.degree, self.wrap, self.random = exchange, degree, wrap, random
+    def __init__(self, exchange: RowExchange, degree: int, random: Random) -> None:
+        self.exchange, self.degree, self.random = exchange, degree, random
         #: in this forward, what was moved from tensors without a gradient, such as masks
         self.moved, self.passes = WeakIdKeyDictionary(), 0
         self.inside = 0  # forwards of these layers that are running
@@ -76,14 +70,12 @@ class LayerHooks:
             rows = self._have_rows(name, (args, kwargs))
             found = mapped(lambda x: self._enter(name, x, rows), (args, kwargs), Tensor)
             self.inside += 1
-            if self.random is not None:
-                self.random.swap()
+            self.random.swap()
             return found
 
         def after(_: nn.Module, __: Any, out: Any) -> Any:
             self.inside -= 1
-            if self.random is not None:
-                self.random.swap()
+            self.random.swap()
             return mapped(partial(self._leave, name), out, Tensor)
 
         return [
@@ -96,9 +88,13 @@ class LayerHooks:
             ),
         ]
 
-    def begin(self) -> None:
+    def begin(self, *_: object) -> None:
+        """The model's forward begins."""
         self.inside = 0
         self.exchange.drop_assumed()
+
+    def end(self, *_: object) -> None:
+        self.moved.clear()
 
     def _require_inside(self, name: str, part: nn.Module, _: Any) -> None:
         if not self.inside and torch._C._current_graph_task_id() == -1:
@@ -146,20 +142,14 @@ class LayerHooks:
         """An output of the layer; the model around it sees this rank's own rows."""
         if not isinstance(x, Tensor):
             return x
-        if type(x) is not Tensor:
-            found = self.wrap(x, self.exchange, self.degree)
-            if found is not None:
-                return found
+        found = with_rows(x, self.exchange, self.degree)
+        if found is not None:
+            return found
         if x.dim() == 0 or x.shape[0] != self.exchange.held(self.degree):
             if x.requires_grad and self.degree != self.exchange.base:
                 raise _without_rows(name, x, "output")
             return x
         return Redistributed.of(x, self.exchange, self.degree)
-
-
-def hook_own_rows(module: nn.Module) -> Any:
-    """Give a module this rank's own rows of each Redistributed input; returns the hook's handle."""
-    return module.register_forward_pre_hook(_own_rows, with_kwargs=True, prepend=True)
 
 
 def _own_rows(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -256,13 +246,13 @@ class Regions(Applied):
         here = {name: m for name, m in every.items() if not isinstance(m, StandIn)}
         for name in here.keys() & set(self.recomputed) if self.regions else ():
             if not any(region.layers.holds(name) for region in self.regions):
-                hook_own_rows(here[name])
+                here[name].register_forward_pre_hook(_own_rows, with_kwargs=True, prepend=True)
         for region in self.regions:
-            hooks = LayerHooks(self.exchange, region.degree, with_rows, self._random(region))
+            hooks = LayerHooks(self.exchange, region.degree, self._random(region))
             for name in here.keys() & set(region.layers.modules):
                 hooks.install(name, here[name])
-            model.register_forward_pre_hook(partial(_begin, hooks))
-            model.register_forward_hook(partial(_end, hooks), always_call=True)
+            model.register_forward_pre_hook(hooks.begin)
+            model.register_forward_hook(hooks.end, always_call=True)
 
     def _random(self, region: Region) -> Random:
         world = region.world
@@ -273,14 +263,6 @@ class Regions(Applied):
         place = self.exchange.place // region.degree
         generators = generators_of(world.device)
         return Random(generators, first + 1_000_003 * place + region.layers.number)
-
-
-def _begin(hooks: LayerHooks, *_: object) -> None:
-    hooks.begin()
-
-
-def _end(hooks: LayerHooks, *_: object) -> None:
-    hooks.moved.clear()
 
 
 def with_rows(x: Tensor, exchange: RowExchange, degree: int) -> Tensor | None:

@@ -41,7 +41,8 @@ class Anything(Tensor):
     def answering(cls, answer: bool) -> "Anything":
         """The object of one pass, whose class has the answer of its `if`s."""
         own: Any = type(cls.__name__, (cls,), {"answer": answer, "asked": 0})
-        own.one = torch.empty(0, dtype=torch.float32, device="meta").as_subclass(own)
+        # a number without dims: torch takes it for integers and booleans too
+        own.one = torch.ones((), dtype=torch.int64, device="cpu").as_subclass(own)
         return own.one
 
     @classmethod
@@ -66,6 +67,18 @@ class Anything(Tensor):
         if own.asked > _QUESTIONS:
             raise RuntimeError("a loop that does not end")
         return own.answer
+
+    def __add__(self, _: Any) -> Any:  # of a tuple too
+        return self
+
+    def __radd__(self, _: Any) -> Any:
+        return self
+
+    def __repr__(self, **_: Any) -> str:
+        return "anything"
+
+    def __format__(self, _: str) -> str:
+        return "anything"
 
     def __contains__(self, _: Any) -> bool:
         return bool(self)
@@ -158,7 +171,7 @@ class LossRun:
         self.number += 1
 
 
-def call_order(model: nn.Module, loss: Callable[..., Any] | None = None) -> Calls:
+def calls_of(model: nn.Module, loss: Callable[..., Any] | None = None) -> Calls:
     """The places of the calls of each module, by all its names, in a run of `loss(model, batch)`. A
     module that is not called follows the one before it in the order of definition.
     """

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, chain, pairwise, product
+from itertools import accumulate, chain, pairwise
 from typing import Any, Final
 
 import torch
@@ -24,39 +24,9 @@ from shardwise.core.errors import bad
 from shardwise.core.layouts.uneven import balanced
 from shardwise.core.tools.arguments import integer
 from shardwise.engine.checks import validate
-from shardwise.techniques.pipeline.call_order import call_order
+from shardwise.techniques.pipeline.call_order import calls_of
 from shardwise.techniques.pipeline.trace.placeholders import Calls, StageLayer, defined, layers
 
-
-def _both(base: str, name: str, other: str) -> dict[str, str]:
-    """`name` beside `other`, in the encoder and in the decoder."""
-    return {f"{base}.{half}.{name}": f"{base}.{half}.{other}" for half in ("encoder", "decoder")}
-
-
-_HYPER: Final = {"model.norm": "lm_head"}
-#: For each model type of transformers: modules that are not called where they are defined, each
-#: with a module in whose stage it is called.
-_BESIDE: Final[dict[str, dict[str, str]]] = {
-    **dict.fromkeys(
-        ("bart", "mbart", "mvp", "plbart", "blenderbot-small"),
-        _both("model", "layernorm_embedding", "embed_positions"),
-    ),
-    "led": _both("led", "layernorm_embedding", "embed_positions"),
-    "prophetnet": _both("prophetnet", "embeddings_layer_norm", "position_embeddings"),
-    **dict.fromkeys(("deepseek_v4", "hy_v4", "inkling2_text"), _HYPER),
-    "opt": {
-        "model.decoder.final_layer_norm": "model.decoder.layers",
-        "model.decoder.project_out": "model.decoder.layers",
-    },
-    "cpmant": {
-        "cpmant.input_embedding": "cpmant.encoder.layers.0",
-        "cpmant.segment_embedding": "cpmant.encoder.layers.0",
-        "cpmant.position_bias": "cpmant.encoder.layers.0",
-    },
-    "fsmt": {"model.decoder.embed_tokens": "model.decoder.embed_positions"},
-    "mpnet": {"mpnet.encoder.relative_attention_bias": "mpnet.embeddings"},
-    "neomme": {"model.value_embeddings": "model.embed_tokens"},
-}
 #: A list with less than this fraction of the heaviest list's parameters is not split.
 LEAST: Final = 1 / 8
 NAMED: Final = 6  # modules named in an error
@@ -180,14 +150,14 @@ def _now(module: nn.Module) -> float:
 
 def candidates(model: nn.Module, stages: int, calls: Calls | None = None) -> tuple[str, ...]:
     """The modules at which one of so many stages may begin, in order."""
-    places, moved = calls or defined(model), misplaced(model)
-    blocks = _in_order(_planned(model) or _repeated(model), places)
+    places = calls or defined(model)
+    blocks = _in_order(_repeated(model), places)
     if len(blocks) >= stages:
         return tuple(blocks)
-    every = [name for name in layers(model, blocks[1:], calls) if name not in moved]
+    every = layers(model, blocks[1:], calls)
     if len(every) < stages:  # layers in lists may each have a class of their own
         found = _in_order(chain(*_lists(model, "", sum)), places)
-        every = [name for name in layers(model, found[1:], calls) if name not in moved]
+        every = layers(model, found[1:], calls)
     every = _in_order(every, places)
     if len(every) < stages:
         raise bad(
@@ -228,66 +198,3 @@ def _lists(
     else:
         for key, child in layers.items():
             yield from _lists(child, key, most)
-
-
-def _planned(model: nn.Module) -> list[str]:
-    """The elements of the lists in a transformers model's `base_model_pp_plan`, as called."""
-    return [
-        f"{name}.{key}"
-        for name in _chain(model)
-        for module in (model.get_submodule(name),)
-        if isinstance(module, nn.ModuleList)
-        for key in module._modules
-    ]
-
-
-def _chain(model: nn.Module) -> list[str]:
-    """The names in `base_model_pp_plan` that the model has, in order."""
-    plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
-    base = getattr(model, "base_model_prefix", "")
-    prefix = f"{base}." if isinstance(getattr(model, base, None), nn.Module) else ""
-    known = dict(model.named_modules())
-    return [f"{prefix}{key}" for key in plan if f"{prefix}{key}" in known]
-
-
-def calls_of(model: nn.Module, loss: Callable[..., Any] | None = None) -> Calls:
-    """The calls of the modules in a run of `loss(model, batch)`, or of the model itself."""
-    config: Any = getattr(model, "config", None)
-    if config is None or not hasattr(type(model), "base_model_prefix"):
-        return call_order(model, loss)
-    if len([*_lists(model, "")]) > 1 and not config.is_encoder_decoder:
-        return call_order(model, loss)
-    places = {name: (2 * place,) for name, (place,) in defined(model).items()}
-    ends = {
-        name: max(places[part][0] for part in places if f"{part}.".startswith(f"{other}."))
-        for name, other in misplaced(model).items()
-    }
-    return places | {name: (end + 1,) for name, end in ends.items()}
-
-
-def misplaced(model: nn.Module) -> dict[str, str]:
-    """Modules not called where they are defined, each with a module of its stage. In transformers
-    models: heads before the base model, what `base_model_pp_plan` moves, and the table above.
-    """
-    known = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    at = {name: i for i, name in enumerate(known)}
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if not isinstance(kind, str):
-        return {}
-    found = _heads(model)
-    chain = _chain(model)
-    lists = [name for name in chain if isinstance(model.get_submodule(name), nn.ModuleList)]
-    for name, block in product(chain, lists):
-        elements = [key for key in known if key.rpartition(".")[0] == block]
-        late = chain.index(name) > chain.index(block)
-        if name != block and elements and late != (at[name] > at[block]):
-            found[name] = block if late else elements[0]
-    found |= _BESIDE.get(kind, {})
-    return {name: other for name, other in found.items() if name in at and other in at}
-
-
-def _heads(model: nn.Module) -> dict[str, str]:
-    """Modules of the root that are defined before its base model and called after it."""
-    children = [name for name, _ in model.named_children()]
-    base = getattr(model, "base_model_prefix", "")
-    return dict.fromkeys(children[: children.index(base)], base) if base in children else {}

@@ -133,7 +133,7 @@ def lay_out(
         expert_tensor.on_tensor_axis(model, axis, tensors.stream, found, sp=sp)
         rng.synchronize(axis, world.device)
     random.mark_inputs(model, styles, sp)
-    model.register_forward_hook(partial(_end, tensors))
+    model.register_forward_hook(tensors.end_forward)
     return tensors
 
 
@@ -150,10 +150,6 @@ def _open_sums(
         shared, p = found[name].shared(axis.rank), params[name]
         if shared is not None and p.requires_grad:
             p.register_hook(partial(sum_spans, shared.dim, shared.spans, opened[groups]))
-
-
-def _end(tensors: Tensors, *_: object) -> None:
-    tensors.end_forward()
 
 
 def _lines(cut: Cut) -> Groups:

@@ -95,7 +95,7 @@ class Tensors(Applied):
             yield
         self.end_forward()
 
-    def end_forward(self) -> None:
+    def end_forward(self, *_: object) -> None:
         """No layer reads an entered tensor again, whose graph keeps a microbatch's activations."""
         self.stream.slot = self.whole.slot = None
 
