@@ -130,7 +130,7 @@ def lay_out(
     if schedule is not None:
         twins = stage_module.twin(model, world, plan, build.table)
         stage_module.agree(model, world.axis(PIPELINE), world.device)
-    applied = [apply(model, build) for apply in APPLY]
+    applied = [each for apply in APPLY if (each := apply(model, build)) is not None]
     pace, staged = Pace(ahead=build.prefetch, by_hand=False), None
     if schedule is not None and twins is not None:
         staged = stage_module.lay_out(model, twins, world, schedule, build.starts, build.calls)
@@ -237,7 +237,7 @@ def _driven(
 # --- the techniques, in the order of application: a new one is one line here ----------------------
 
 #: Each changes the model in place, and is called by all ranks.
-APPLY: Final[tuple[Callable[[nn.Module, Build], Applied], ...]] = (
+APPLY: Final[tuple[Callable[[nn.Module, Build], Applied | None], ...]] = (
     tensor.applied,
     expert.applied,
     layers.applied,

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from shardwise.comm.move import begin_sum, open_ways
 from shardwise.comm.world import Axis, World
-from shardwise.core.applied import NOTHING, Applied
+from shardwise.core.applied import Applied
 from shardwise.core.errors import bad
 from shardwise.core.mesh import CONTEXT
 from shardwise.core.plan.plan import Plan
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from shardwise.engine.options import Build
 
 
-def applied(model: nn.Module, build: "Build") -> "PositionShards":
+def applied(model: nn.Module, build: "Build") -> "PositionShards | None":
     """Open the axes of `cp`; called by all ranks."""
     plan, world = build.plan, build.world
     if plan.cp == 1:
-        return PositionShards(plan, Axis(CONTEXT), None, shifts=False)
+        return None
     axis, ring, ulysses = _axes(world, plan)
     n = ring.size
     if n > 1:
@@ -87,20 +87,19 @@ def _is_pretrained(kind: type) -> bool:
 
 
 class PositionShards(Applied):
-    """The positions of one rank in each part of a batch; without `mode`, all positions."""
+    """The positions of one rank in each part of a batch."""
 
-    def __init__(self, plan: Plan, axis: Axis, mode: OwnPositions | None, *, shifts: bool) -> None:
+    mixes = True
+
+    def __init__(self, plan: Plan, axis: Axis, mode: OwnPositions, *, shifts: bool) -> None:
         self.plan, self.axis, self.mode, self.shifts = plan, axis, mode, shifts
         self.parts: list[tuple[Any, Sequences, Any]] = []  # cut, how, and whole
-        self.mixes = mode is not None
 
     def same_batch(self) -> Iterable[Axis]:
         return (self.axis,)
 
     def begin(self, batch: Any, parts: Sequence[Any], *, trains: bool) -> Sequence[Any]:
         """Returns this rank's positions of the parts."""
-        if self.mode is None:
-            return parts
         self.mode.of = None
         here, shifts = self.axis.rank, self.shifts
         self.parts = [(*part_of(self.plan, part, here, shifts=shifts), part) for part in parts]
@@ -112,7 +111,7 @@ class PositionShards(Applied):
         that a model of transformers shifts are not those that such a function counts.
         """
         found = next((of for own, of, _ in self.parts if own is part), None)
-        if self.mode is None or found is None:
+        if found is None:
             return count
         self.mode.own_mean = tokens is not None and not self.shifts
         if tokens is not None and self.mode.own_mean:
@@ -121,8 +120,6 @@ class PositionShards(Applied):
 
     def enter(self, part: Any, model: nn.Module, own: Any) -> Any:
         """Returns the whole part, which other techniques know, for this rank's positions."""
-        if self.mode is None:
-            return part
         self.mode.of_model(model)
         found = ((of, whole) for cut, of, whole in self.parts if cut is part)
         of, whole = next(found, (None, part))
@@ -133,12 +130,11 @@ class PositionShards(Applied):
         return whole
 
     def during(self, device: Any) -> AbstractContextManager[Any]:
-        return self.mode or NOTHING
+        return self.mode
 
     def end(self, *, trains: bool) -> None:
         self.parts = []
-        if self.mode is not None:
-            self.mode.end()
+        self.mode.end()
 
 
 def part_of(plan: Plan, part: Any, rank: int, *, shifts: bool) -> tuple[Any, Sequences]:

@@ -188,9 +188,11 @@ class Region:
         return self.layers.plan.mesh.size_of(TENSOR)
 
 
-def applied(model: nn.Module, build: "Build") -> "Regions":
+def applied(model: nn.Module, build: "Build") -> "Regions | None":
     """Shard the layers of each mesh on its tensor axis, in place; called by all ranks."""
     world, regions = build.world, list[Region]()
+    if not build.layers.meshes:
+        return None
     for each in build.layers.meshes:
         own = world.beside(each.plan.mesh, f".{each.number}")
         tensors = tensor_parallel.lay_out(model, own, False, each.table, layers=each.modules)
@@ -244,7 +246,7 @@ class Regions(Applied):
         """
         every = dict(model.named_modules(remove_duplicate=False))
         here = {name: m for name, m in every.items() if not isinstance(m, StandIn)}
-        for name in here.keys() & set(self.recomputed) if self.regions else ():
+        for name in here.keys() & set(self.recomputed):
             if not any(region.layers.holds(name) for region in self.regions):
                 here[name].register_forward_pre_hook(_own_rows, with_kwargs=True, prepend=True)
         for region in self.regions:

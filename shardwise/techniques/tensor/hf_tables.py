@@ -7,7 +7,7 @@ The library itself is not imported.
 """
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
@@ -55,8 +55,8 @@ def own_plan(model: nn.Module) -> Table | None:
     kind = getattr(config, "model_type", None)
     if not isinstance(kind, str) or not hasattr(type(model), "base_model_prefix"):
         return None  # another library, a layer with its model's configuration, peft's wrapper
-    if kind in TABLES:
-        return TABLES[kind](model)
+    if kind == "gpt2":
+        return gpt2(model)
     names = [name for name, _ in model.named_modules()]
     plan = {key: style for key, style in _plan(model).items() if fnmatch.filter(names, key)}
     return _read(model, kind, plan) if plan else None
@@ -90,10 +90,6 @@ def gpt2(model: nn.Module) -> Table:
     joined = tuple((name, "vocabulary:whole") for name in head)
     styles = (*words.items(), *base.styles)
     return replace(base, styles=styles, sequence=(*joined, *base.sequence))
-
-
-#: Tables for types that have no plan of their own, by `config.model_type`.
-TABLES: Final[dict[str, Callable[[nn.Module], Table]]] = {"gpt2": gpt2}
 
 
 def _plan(model: nn.Module) -> dict[str, str]:
