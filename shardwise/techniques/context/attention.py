@@ -167,22 +167,12 @@ def _to_positions(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
     return rows.unflatten(0, (n, t)).permute(3, 0, 2, 1, 4).flatten(1, 2)
 
 
-def has_all_rows(mask: Tensor, counts: Sequence[int]) -> bool:
-    return mask.shape[2] == sum(counts) and min(counts) > 0
-
-
-def sends_rows(mask: Tensor, counts: Sequence[int]) -> bool:
-    """Whether the rows of a mask with 4 dims are sent, unless they are equal, or those of all."""
-    # ranks with one position cannot tell, and all ranks must do the same
-    return not has_all_rows(mask, counts) and (mask.shape[2] > 1 or min(counts) <= 1)
-
-
 def _rows(mask: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
     """The rows of all ranks, for this rank's heads. A mask that broadcasts rows is not sent."""
-    heads = mask.shape[1]
-    if has_all_rows(mask, counts):
+    heads, rows = mask.shape[1:3]
+    if rows == sum(counts) and min(counts) > 0:
         return mask
-    if not sends_rows(mask, counts):
+    if rows == 1 and min(counts) > 1:  # a rank with one position cannot tell, and all do the same
         return mask if heads == 1 else mask.chunk(axis.size, 1)[axis.rank]
     mask = mask.expand(-1, -1, counts[axis.rank], -1)
     sent = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
@@ -254,12 +244,11 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: R
     """Attention of this rank's queries to the keys of all ranks. Differentiable in q, k and v.
 
     q (B, H, t, D), k and v (B, Hkv, t, D), with the t positions of this rank; Hkv divides H, and
-    keys are sent without being repeated. `mask` broadcasts to (B, H, t, T): rows of this rank, and
-    all columns in the order of the sequence; it is boolean (True: attend) or added to the scores. A
-    row that attends to no key gives zeros.
+    keys are sent without being repeated. `mask` [B, H, t, T], or 1 for any of these: rows of this
+    rank, and all columns in the order of the sequence; it is boolean (True: attend) or added to the
+    scores. A row that attends to no key gives zeros.
     """
     if mask is not None:
-        mask = mask[(None,) * (4 - mask.dim())]
         mask = mask.expand(*mask.shape[:3], ring.cut.length)
     return _RingAttention.apply(q, k, v, mask, ring)
 

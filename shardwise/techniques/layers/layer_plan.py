@@ -9,10 +9,11 @@ and the weights are split differently there (drawn in exchange.py).
 (Galvatron, arXiv 2211.13878; "one weird trick", arXiv 1404.5997, section 4.)
 """
 
+import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from functools import partial
 from itertools import product
 from typing import Any, Final
 
@@ -46,15 +47,12 @@ class LayerPlan:
         return "axes" in self.fields
 
     def matches(self, name: str) -> bool:
-        return any(fnmatchcase(name, each) for p in self.patterns for each in _expanded(p))
+        return any(fnmatch.fnmatchcase(name, each) for p in self.patterns for each in _expanded(p))
 
     def unmatched(self, names: Sequence[str]) -> list[str]:
         """The patterns that match none of `names`, or none for a number of their ranges."""
-
-        def matched(pattern: str) -> bool:
-            return any(fnmatchcase(name, pattern) for name in names)
-
-        return [each for each in self.patterns if not all(map(matched, _expanded(each)))]
+        known = partial(fnmatch.filter, names)
+        return [each for each in self.patterns if not all(map(known, _expanded(each)))]
 
 
 def split_layers(text: Any) -> tuple[str, tuple[LayerPlan, ...]]:

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.move import all_gather, all_gather_object, begin_sum, broadcast
-from shardwise.comm.parameter import parameter_like
+from shardwise.comm.parameter import become
 from shardwise.comm.start.rendezvous import host_number
 from shardwise.comm.tiers import host_memory
 from shardwise.comm.tiers.host_memory import doubles_on
@@ -174,13 +174,10 @@ def free_bytes(world: World) -> tuple[int, float]:
 
 
 def _with_weights(engine: Engine, given: Plain, dtype: torch.dtype | None) -> nn.Module:
-    state, world, twin = full_state_dict(engine), engine.world, copy.deepcopy(given.twin)
-    materialise(twin, world.device, given.fill)
-    made = [torch.empty(p.shape, dtype=p.dtype, device=world.device) for p in twin.parameters()]
-    memo: dict[int, Any] = {
-        id(p): parameter_like(p, empty) for p, empty in zip(twin.parameters(), made, strict=True)
-    }
-    plain = copy.deepcopy(twin, memo)
+    state, world, plain = full_state_dict(engine), engine.world, copy.deepcopy(given.twin)
+    materialise(plain, world.device, given.fill)
+    for p in plain.parameters():
+        become(p, torch.empty(p.shape, dtype=p.dtype, device=world.device))
     cast_whole(plain, dtype, world.device)
     persistent = plain.state_dict()
     tensors = dict(plain.named_parameters()) | {

@@ -18,6 +18,7 @@ The user's parameter keeps its name and its place in the model, and holds no ele
 F  features of the output    D  features of the input    N  positions
 """
 
+import fnmatch
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +38,6 @@ from shardwise.kernels.cross_entropy import under_autocast
 from shardwise.techniques.data.wrap_policy import Rule, UnitSpec, blocks
 from shardwise.techniques.tile.tiled_logits import TileSums, tiled_logits
 from shardwise.techniques.tile.word import LARGE
-from shardwise.techniques.tile.word import TileWord as Word
 
 
 class Tile(nn.Module):
@@ -169,7 +169,13 @@ def tiled_layers(model: nn.Module, plan: Plan) -> dict[str, nn.Linear]:
         most = max((layer.weight.numel() for layer in own.values()), default=0)
         chosen = {n: m for n, m in own.items() if m.weight.numel() >= LARGE * most}
     else:
-        _require_known(asked.unmatched(every), list(own), asked)
+        unmatched = [pattern for pattern in asked.patterns if not fnmatch.filter(every, pattern)]
+        if unmatched:
+            raise bad(
+                f"tile:{asked}, in which {' and '.join(unmatched)} matches no linear layer",
+                f"names of nn.Linear modules: {_listed(list(own))}",
+                f"tile:{asked.number}={next(reversed(own), 'head')}",
+            )
         chosen = {name: layer for name, layer in every.items() if asked.matches(name)}
     for name in chosen.keys() & {*shared}:
         raise bad(
@@ -192,15 +198,6 @@ def tiled_layers(model: nn.Module, plan: Plan) -> dict[str, nn.Linear]:
             f"tile:{features}" if features > 1 else "other layers, as in tile:2=head",
         )
     return chosen
-
-
-def _require_known(unmatched: Sequence[str], own: Sequence[str], asked: Word) -> None:
-    if unmatched:
-        raise bad(
-            f"tile:{asked}, in which {' and '.join(unmatched)} matches no linear layer",
-            f"names of nn.Linear modules: {_listed(own)}",
-            f"tile:{asked.number}={own[-1] if own else 'head'}",
-        )
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -7,7 +7,7 @@
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Final
@@ -35,10 +35,6 @@ class TileWord:
 
     def matches(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.patterns)
-
-    def unmatched(self, names: Iterable[str]) -> list[str]:
-        known = list(names)
-        return [p for p in self.patterns if not any(fnmatchcase(name, p) for name in known)]
 
     def __str__(self) -> str:
         return f"{self.number}={','.join(self.patterns)}" if self.patterns else f"{self.number}"
