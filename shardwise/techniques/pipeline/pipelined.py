@@ -10,7 +10,7 @@ dropout masks, which do not depend on the rank that has the stage.
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ from shardwise.techniques.pipeline.stage_work import Call, Microbatch, Result, S
 from shardwise.techniques.pipeline.trace.outside_buffers import ByShape
 from shardwise.techniques.pipeline.trace.probe import ActivationProbe
 from shardwise.techniques.pipeline.weight_stashing import Stale
+from shardwise.techniques.tensor.linear import Stream
 from shardwise.techniques.tensor.sharded_logits import Tensors
 
 
@@ -94,7 +95,7 @@ class Pipelined:
             microbatches = [
                 self._microbatch(k, parts[k], counts[k], seed + 1_000_003 * k) for k in these
             ]
-            units = self.units.at(weights, self.stale)
+            units = replace(self.units, weights=weights, versions=self.stale, postponed={})
             work = StageWork(self.staging.stages, units, loss, self.objective, microbatches)
             self.data.sync = these.stop == len(parts)
             self.data.order.begin_run()
@@ -135,7 +136,7 @@ class Pipelined:
         staging, result = self.staging, Result()
         with eval_mode(self.model, *staging.stages.layers.elsewhere):
             part = Microbatch(0, None, 0, 0, *self._trace_call(call))
-            of = staging.stages, self.units.at(), result, lambda m, *_: call(m), [part]
+            of = staging.stages, self.units, result, lambda m, *_: call(m), [part]
             with self._whole_run():
                 work = StageWork(*of, trains=False)
                 run(forward_only(staging.schedule), staging.axis, work)
@@ -171,7 +172,7 @@ class Pipelined:
         gathers = any(unit.reshards for unit in self.data.units.order)
         if not alone and (gathers or not self.units.apart):
             return None  # data ranks may trace other shapes, at other times
-        return ActivationProbe(self.staging, call, self.units.at().around)
+        return ActivationProbe(self.staging, call, self.units.around)
 
     def _trace_call(self, call: Callable[[nn.Module], Any]) -> "_Traced":
         stream = self.staging.beside.stream
@@ -196,39 +197,29 @@ def reaches(loss: Tensor, numbers: Container[int]) -> bool:
     return False
 
 
+@dataclass(frozen=True, eq=False)
 class ScheduledUnits:
     """The units of this rank's stages, gathered and freed by hooks during each action. With
     `versions`, the backward pass of a microbatch uses the weights of its forward pass.
     """
 
-    def __init__(
-        self,
-        data: Data,
-        applied: Sequence[Applied],
-        staging: Staging,
-        weights: LossWeights | None = None,
-        versions: Stale | None = None,
-        *,
-        apart: bool = True,
-    ) -> None:
-        assert data.staged is not None
-        self.apart, self.applied = apart, applied
-        self.stream = next(each.stream for each in applied if isinstance(each, Tensors))
-        self.data, self.staging, self.staged = data, staging, data.staged
-        self.weights, self.versions = weights, versions
-        self.device = staging.stages.device
-        self.postponed: dict[tuple[int, int], Products] = {}  # by I, for W
+    data: Data
+    applied: Sequence[Applied]
+    staging: Staging
+    apart: bool
+    weights: LossWeights | None = None
+    versions: Stale | None = None
+    postponed: dict[tuple[int, int], Products] = field(default_factory=dict)  # by I, for W
 
-    def at(
-        self, weights: LossWeights | None = None, versions: Stale | None = None
-    ) -> "ScheduledUnits":
-        of = self.data, self.applied, self.staging
-        return ScheduledUnits(*of, weights, versions, apart=self.apart)
+    @property
+    def stream(self) -> Stream:
+        return next(each.stream for each in self.applied if isinstance(each, Tensors))
 
     @contextmanager
     def around(self, op: str, stage: int, microbatch: Microbatch) -> Iterator[None]:
         """Around a forward, also sets the random seed of this step, microbatch and stage."""
-        data, stream = self.data, self.stream
+        data, staged, device = self.data, self.data.staged, self.staging.stages.device
+        assert staged is not None
         data.consensus.phase("forward" if op == "F" else "backward")
         data.mute = self.apart and microbatch.tokens == 0
         data.enter(stage, op, graded=graded(stage, microbatch.trace))
@@ -236,16 +227,16 @@ class ScheduledUnits:
             if self.versions is not None:
                 entered.enter_context(self.versions.during(stage, microbatch.index))
             if op == "F":
-                stream.begin(microbatch.lengths)
-                entered.enter_context(seeded(self.device, microbatch.seed + stage))
-            entered.enter_context(during(self.applied, self.device))
+                self.stream.begin(microbatch.lengths)
+                entered.enter_context(seeded(device, microbatch.seed + stage))
+            entered.enter_context(during(self.applied, device))
             if op == "W":
                 data.multiply(self.postponed.pop((stage, microbatch.index)))
-            self.staged.postponed = [] if op == "I" else None
+            staged.postponed = [] if op == "I" else None
             yield
         if op == "I":
-            self.postponed[stage, microbatch.index] = self.staged.postponed or []
-            self.staged.postponed = None
+            self.postponed[stage, microbatch.index] = staged.postponed or []
+            staged.postponed = None
         data.leave()
 
     def reduce(self, stage: int) -> None:
