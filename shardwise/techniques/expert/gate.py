@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import integer, is_number, suggest
 from shardwise.techniques.expert import gates
-from shardwise.techniques.expert.gates import Choice, GateOutput, losses_of
+from shardwise.techniques.expert.gates import Choice, losses_of
 from shardwise.techniques.expert.routing import (
     GlobalBatch,
     Routing,
@@ -149,7 +149,7 @@ class Gate:
         weights = choice.weights.to(logits)
         of = torch.zeros_like(logits).scatter(-1, choice.experts, weights * wanted)
         counts = lined.wanted_by_choice[: choice.balance_choices].sum(0).to(logits.device)
-        found = GateOutput(logits, choice.probabilities, of, counts, lined.facts.tokens)
+        tokens, asked = lined.facts.tokens, self._losses(asked=losses)
         return Routing(
             choice.experts,
             weights * self.scale,
@@ -158,9 +158,9 @@ class Gate:
             lined.wanted_by_choice.sum(0),
             lined.dropped,
             lined.facts.finite,
-            lined.facts.tokens,
+            tokens,
             lined.facts.entropy,
-            losses_of(found, self._losses(asked=losses), batch),
+            losses_of(asked, batch, logits, choice.probabilities, of, counts, tokens),
         )
 
     def choose(self, logits: Tensor, extra: Extra) -> Choice:
@@ -214,7 +214,7 @@ class Gate:
         else:
             loads = torch.stack([(part >= 0).sum(0) for part in places.split(sizes)]).cpu()
         weights = scores * (mine >= 0)
-        found = GateOutput(logits, scores, weights, loads.sum(0).to(logits.device), tokens)
+        counts, asked = loads.sum(0).to(logits.device), self._losses(asked=losses)
         return Routing(
             torch.arange(self.experts, dtype=torch.int64, device=logits.device).expand_as(mine),
             weights * self.scale,
@@ -225,5 +225,5 @@ class Gate:
             known.finite,
             tokens,
             known.entropy,
-            losses_of(found, self._losses(asked=losses), batch),
+            losses_of(asked, batch, logits, scores, weights, counts, tokens),
         )

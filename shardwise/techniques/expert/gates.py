@@ -140,36 +140,31 @@ def expert_choice(scores: Tensor, capacity: int) -> Tensor:
 # --- auxiliary losses ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class GateOutput:
-    """The inputs of the losses; N tokens of this rank, K choices, E experts.
+def losses_of(
+    names: tuple[str, ...],
+    batch: GlobalBatch,
+    logits: Tensor,
+    probabilities: Tensor,
+    weights: Tensor,
+    counts: Tensor,
+    tokens: int,
+) -> dict[str, Tensor]:
+    """The losses `names` without dims; all data ranks call it: one all-reduce of 2E + 1 numbers.
 
-    logits         [N, E] as the router made them
-    probabilities  [N, E] with sum 1 per token
-    weights        [N, E] of the choices, 0 where there is none
-    counts         [E] choices by expert over the global batch, without a gradient
-    tokens         of the global batch
+    Of this rank's N tokens: logits [N, E], probabilities [N, E] with sum 1 per token, weights
+    [N, E] of the choices, 0 where there is none. Of the global batch: counts [E] of choices by
+    expert, without a gradient, and the number of tokens.
     """
-
-    logits: Tensor
-    probabilities: Tensor
-    weights: Tensor
-    counts: Tensor
-    tokens: int
-
-
-def losses_of(found: GateOutput, names: tuple[str, ...], batch: GlobalBatch) -> dict[str, Tensor]:
-    """The losses `names` without dims; all data ranks call it: one all-reduce of 2E + 1 numbers."""
     if not names:
         return {}
-    experts = found.logits.shape[-1]
-    z = torch.logsumexp(found.logits, -1).square().sum()
-    own = torch.cat([found.probabilities.sum(0), found.weights.sum(0), z.view(1)])
+    experts = logits.shape[-1]
+    z = torch.logsumexp(logits, -1).square().sum()
+    own = torch.cat([probabilities.sum(0), weights.sum(0), z.view(1)])
     probability, importance, z = batch.sum(own).split([experts, experts, 1])
     every = {
-        "balance": balance(probability / max(1, found.tokens), found.counts),
+        "balance": balance(probability / max(1, tokens), counts),
         "importance": squared_variation(importance),
-        "z": z.squeeze(0) / max(1, found.tokens),
+        "z": z.squeeze(0) / max(1, tokens),
     }
     return {name: every[name] for name in names}
 

@@ -15,7 +15,6 @@ from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.arguments import suggest
 from shardwise.techniques.data.wrap_policy import Rule, blocks, runs
 from shardwise.techniques.expert import apply as expert_parallel
-from shardwise.techniques.tensor.source import shapes
 from shardwise.techniques.tensor.tensor_table import Table, matches
 
 
@@ -103,11 +102,8 @@ def require_units(units: Mapping[str, Sequence[str]], plan: Plan) -> None:
             )
 
 
-def only(
-    model: nn.Module, table: Table, inside: Sequence[Layers], outside: Sequence[Layers]
-) -> Table:
-    """The entries of a table for the modules `inside` of some layers, or `outside` of others."""
-    known = [name for name in shapes(model) if _kept(name, inside, outside)]
+def only(table: Table, known: Sequence[str]) -> Table:
+    """The entries of a table for the modules `known`."""
     styles = tuple((name, str(style)) for name, style in matches(table, known, sp=False).items())
     sets = tuple(
         (name, numbers)
@@ -115,11 +111,6 @@ def only(
         for name in matches(Table.of({pattern: "whole"}), known, sp=False)
     )
     return replace(table, styles=styles, sequence=(), sets=sets)
-
-
-def _kept(name: str, inside: Sequence[Layers], outside: Sequence[Layers]) -> bool:
-    within = not inside or any(each.holds(name) for each in inside)
-    return within and not any(each.holds(name) for each in outside)
 
 
 def _outermost(model: nn.Module, names: Sequence[str]) -> list[str]:

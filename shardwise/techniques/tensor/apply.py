@@ -53,7 +53,7 @@ def table_for(model: nn.Module, plan: Plan, own: Table | Mapping[str, str] | Non
     if ranks == 1:
         return None
     if plan.layers:
-        table = only(model, table, [], layer_plans(model, plan).meshes)
+        table = only(table, layer_plans(model, plan).outside(shapes(model)))
     _require(model, table, plan, f"the {type(model).__name__}")
     if plan.sp:
         expert_tensor.require_gathered(model, matches(table, list(shapes(model)), sp=True))
@@ -70,7 +70,7 @@ def layer_tables(model: nn.Module, plan: Plan, own: Table | Mapping[str, str] | 
         raise refusal(f"the table of the {type(model).__name__}", problems)
     for each in plans.meshes:
         if each.plan.mesh.size_of(TENSOR) > 1:
-            part = only(model, table, [each], [])
+            part = only(table, [name for name in shapes(model) if each.holds(name)])
             _require(model, part, each.plan, ", ".join(each.modules))
             found[each.number - 1] = replace(each, table=part)
     return LayerPlans(tuple(found))
