@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from shardwise.core.errors import InputError, Problem, bad
 from shardwise.core.mesh import PIPELINE
@@ -80,23 +80,20 @@ def _miscounted(plan: "Plan", counts: tuple[int, ...]) -> Iterator[Problem]:
 
 
 def _stale(plan: "Plan") -> Iterator[Problem]:
-    schedule = f"{plan.pipeline}, which updates by itself"
-    if plan.precision == "fp16":
-        given = f"fp16 with {schedule}: an overflow would have to skip the update of all stages"
-        allowed = "bf16, fp32 or fp64, which have no loss scale"
-        yield Problem(given, allowed, f"'{replace(plan, precision='bf16')}'")
+    wrong: list[tuple[str, dict[str, Any]]] = []
+    if plan.precision == "fp16":  # an overflow would have to skip the update of all stages
+        wrong.append(("fp16", {"precision": "bf16"}))
     if plan.accumulate > 1:
-        given = f"accumulate:{plan.accumulate} with {schedule}"
-        instead = f"'{replace(plan, accumulate=1)}'"
-        yield Problem(given, "more microbatches in the schedule", instead)
-    if row_of(plan.row).moves().reshards:
-        given = f"{plan.row} with {schedule} and keeps full versions of the weights"
-        allowed = "ddp, zero1 or zero2, or a schedule that updates at the end"
-        yield Problem(given, allowed, f"'{replace(plan, row='zero2')}'")
+        wrong.append((f"accumulate:{plan.accumulate}", {"accumulate": 1}))
+    if row_of(plan.row).moves().reshards:  # full versions of the weights are kept
+        wrong.append((plan.row, {"row": "zero2"}))
     if plan.offload is not None:
-        given = f"offload:{plan.offload} with {schedule} during the pass"
-        allowed = "no offload, or a schedule that updates at the end"
-        yield Problem(given, allowed, f"'{replace(plan, offload=None)}'")
+        wrong.append((f"offload:{plan.offload}", {"offload": None}))
+    allowed = "a schedule that updates at the end; or ddp, zero1 or zero2 in bf16, fp32 or fp64, "
+    allowed += "without accumulate and offload"
+    for word, change in wrong:
+        given = f"{word} with {plan.pipeline}, which updates each stage by itself during the pass"
+        yield Problem(given, allowed, f"'{replace(plan, **change)}'")
 
 
 def _beside_layers(plan: "Plan") -> str:
