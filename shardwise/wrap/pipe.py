@@ -241,7 +241,7 @@ class Piped(Wrapper):
     def _trace(self, part: Any) -> _TracedCall:
         found, own, stages = list[Any](), copied(part), self.staged.stages
         probe = ActivationProbe(
-            self.staged, lambda model: self.call(model, copied(part)), NoUnits().around
+            self.staged, lambda model: self.call(model, copied(part)), NoUnits()
         )
         trace = stages.trace(lambda model: found.append(self.call(model, own)), probe)
         out = mapped(_on_meta, found[0], Tensor, objects=True)

@@ -20,14 +20,13 @@ from shardwise.comm.unchanged import eval_mode, seeded
 from shardwise.comm.world import Axis
 from shardwise.core.applied import Applied, during
 from shardwise.core.errors import RunError
-from shardwise.core.schedule.schedule import Action, Schedule
 from shardwise.engine.batch import Count, copied, enough, is_written
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.norm import LossWeights
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Products
-from shardwise.techniques.pipeline.runtime import Watch, open_channels, run
+from shardwise.techniques.pipeline.runtime import Watch, forward_only, open_channels, run
 from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.stage_module import Staging
 from shardwise.techniques.pipeline.stage_work import Call, Microbatch, Result, ScaledLoss, StageWork
@@ -139,7 +138,7 @@ class Pipelined:
             of = staging.stages, self.units, result, lambda m, *_: call(m), [part]
             with self._whole_run():
                 work = StageWork(*of, trains=False)
-                run(forward_only(staging.schedule), staging.axis, work)
+                run(forward_only(staging.schedule, staging.stages.count), staging.axis, work)
             self.data.end_run()
             staging.share_buffers([part.trace])
         return result.value
@@ -172,7 +171,7 @@ class Pipelined:
         gathers = any(unit.reshards for unit in self.data.units.order)
         if not alone and (gathers or not self.units.apart):
             return None  # data ranks may trace other shapes, at other times
-        return ActivationProbe(self.staging, call, self.units.around)
+        return ActivationProbe(self.staging, call, self.units)
 
     def _trace_call(self, call: Callable[[nn.Module], Any]) -> "_Traced":
         stream = self.staging.beside.stream
@@ -258,10 +257,3 @@ def _place(axes: Sequence[Axis]) -> int:
     for axis in axes:
         place = place * axis.size + axis.rank
     return place
-
-
-def forward_only(schedule: Schedule) -> Schedule:
-    """One microbatch forward through the stages of `schedule`, and nothing else."""
-    stages = map(schedule.stages, range(schedule.ranks))
-    rows = tuple(tuple(Action("F", stage, 0) for stage in own) for own in stages)
-    return replace(schedule, rows=rows, microbatches=1, update=0, lag=())

@@ -13,6 +13,7 @@ requires one, zeros if there is none. A bundle between two stages of one rank is
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from textwrap import fill
 from typing import Any
 
@@ -51,6 +52,13 @@ def open_channels(schedule: Schedule, axis: Axis, device: torch.device) -> None:
     sends = ((rank, step) for rank, row in rows for step in row if step.op == "SEND")
     ways = [(rank, step.peer) for rank, step in sends if isinstance(step, Transfer)]
     open_ways(axis, ways, device)
+
+
+def forward_only(schedule: Schedule, count: int) -> Schedule:
+    """One microbatch forward through the first `count` stages of `schedule`, and nothing else."""
+    stages = map(schedule.stages, range(schedule.ranks))
+    rows = tuple(tuple(Action("F", s, 0) for s in own if s < count) for own in stages)
+    return replace(schedule, rows=rows, microbatches=1, update=0, lag=())
 
 
 def run(

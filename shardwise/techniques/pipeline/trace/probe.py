@@ -14,66 +14,41 @@ One read costs one forward of the stages before it, once for each shape of micro
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from shardwise.comm.move import begin_receive, begin_send, broadcast_object
+from shardwise.comm.move import broadcast_object
 from shardwise.comm.unchanged import kept_buffers
+from shardwise.techniques.pipeline.runtime import forward_only, run
 from shardwise.techniques.pipeline.stage import Asked, Unanswered
 from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.stage_module import Staging
-from shardwise.techniques.pipeline.stage_work import Microbatch
+from shardwise.techniques.pipeline.stage_work import Microbatch, Result, StageUnits, StageWork
 
 
 @dataclass(frozen=True)
 class ActivationProbe:
-    """Runs `call`, the forward of a microbatch, with the units of an action in `around`."""
+    """Runs `call`, the forward of a microbatch, in the stages up to the read."""
 
     staging: Staging
     call: Callable[[nn.Module], Any]
-    around: Callable[[str, int, Microbatch], AbstractContextManager[None]]
+    units: StageUnits
 
     def __call__(self, trace: StageTrace) -> Any:
         """The answer to the last event of `trace`, on every rank; all ranks of the axis call it."""
-        schedule, axis = self.staging.schedule, self.staging.axis
-        last, answer = len(trace.written) - 1, None
-        if schedule.home[last] != axis.rank and not axis.transport.answered:
+        schedule, axis, stages = self.staging.schedule, self.staging.axis, self.staging.stages
+        count, answer = len(trace.written), None
+        home = schedule.home[count - 1]
+        if home != axis.rank and not axis.transport.answered:
             raise Unanswered
-        passed: list[Tensor] = []
-        with torch.no_grad(), kept_buffers(self.staging.stages.layers.model):
-            for stage in range(last + 1):
-                self._arrive(stage, trace, passed)
-                if schedule.home[stage] == axis.rank:
-                    passed, answer = self._run(stage, trace, passed)
-        return broadcast_object(answer, axis, schedule.home[last], self.staging.stages.device)
-
-    def _run(
-        self, stage: int, trace: StageTrace, received: list[Tensor]
-    ) -> tuple[list[Tensor], Any]:
-        stages = self.staging.stages
+        part = Microbatch(0, None, trace=trace)
+        of = stages, self.units, Result(), lambda model, *_: self.call(model), [part]
         try:
-            with self.around("F", stage, Microbatch(0, None, trace=trace)):
-                return stages.run(stage, trace, received, self.call).outputs, None
+            with torch.no_grad(), kept_buffers(stages.layers.model):
+                run(forward_only(schedule, count), axis, StageWork(*of, trains=False))
         except Asked as asked:
-            return [], asked.answer
-
-    def _arrive(self, stage: int, trace: StageTrace, passed: list[Tensor]) -> None:
-        """Move the bundle in front of `stage` to its rank, into `passed`."""
-        axis, home = self.staging.axis, self.staging.schedule.home
-        if not stage or home[stage - 1] == home[stage]:
-            return
-        if axis.rank == home[stage - 1]:
-            for x in passed:
-                begin_send(x, axis, home[stage]).wait()
-        elif axis.rank == home[stage]:
-            device = self.staging.stages.device
-            passed[:] = [
-                torch.empty(spec.shape, dtype=spec.dtype, device=device)
-                for spec in trace.bundles[stage - 1]
-            ]
-            for x in passed:
-                begin_receive(x, axis, home[stage - 1]).wait()
+            answer = asked.answer
+        return broadcast_object(answer, axis, home, stages.device)
