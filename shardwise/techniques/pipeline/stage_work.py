@@ -36,7 +36,6 @@ from shardwise.engine.optimizer.norm import LossWeights
 from shardwise.techniques.pipeline.stage import Ran
 from shardwise.techniques.pipeline.stage_io import Spec, StageTrace
 from shardwise.techniques.pipeline.staged_model import Stages
-from shardwise.techniques.pipeline.trace.outside_buffers import grads_back, require_grads, specs
 
 #: The rest of a backward pass, which W runs.
 Rest = Callable[[], object]
@@ -168,7 +167,10 @@ class StageWork:
 
     def specs(self, token: Token) -> Sequence[Spec]:
         """The specs of the tensors in the bundle `token`, an act or a grad."""
-        return specs(self.microbatches[token.microbatch].trace, token)
+        trace = self.microbatches[token.microbatch].trace
+        if token.kind == "act":
+            return trace.bundles[token.stage]
+        return [spec for spec in trace.bundles[token.stage - 1] if spec.requires_grad]
 
     def forward(
         self, stage: int, microbatch: int, inputs: list[Tensor]
@@ -176,7 +178,8 @@ class StageWork:
         """F: takes the previous stage's bundle; returns this stage's bundle and a tape."""
         own = self.microbatches[microbatch]
         if self.trains:
-            require_grads(inputs, own.trace, stage)
+            for x, spec in zip(inputs, _received(own.trace, stage), strict=True):
+                x.requires_grad_(spec.requires_grad)
         of = (own.part, copied(own.part)) if own.written else (own.part,)
         with self.units.around("F", stage, own):
             ran = self.stages.run(stage, own.trace, inputs, lambda m: self.call(m, *of))
@@ -224,7 +227,18 @@ class StageWork:
     def _grads_back(
         self, stage: int, microbatch: Microbatch, found: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        return grads_back(found, microbatch.trace, stage, self.device)
+        """The bundle `grad` of a stage; zeros for an input without a gradient."""
+        return [
+            torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
+            if x is None
+            else x.contiguous()
+            for x, spec in zip(found, _received(microbatch.trace, stage), strict=True)
+            if spec.requires_grad
+        ]
+
+
+def _received(trace: StageTrace, stage: int) -> Sequence[Spec]:
+    return trace.bundles[stage - 1] if stage else ()
 
 
 class ScaledLoss:

@@ -6,11 +6,6 @@
 
 A trace states in which stage a buffer was written last. It raises InputError where a rank would
 read a value that another rank has not computed yet, or would write twice.
-
-The bundles of tensors between stages are here too:
-
-    act of stage s     the tensors that stage s sends to later stages
-    grad of stage s    the gradients of the tensors that stage s received and that require one
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -23,9 +18,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from shardwise.core.errors import bad
-from shardwise.core.schedule.schedule import Token
 from shardwise.core.tools.tree import PLAIN, leaves, paths
-from shardwise.techniques.pipeline.stage_io import Spec, StageTrace
+from shardwise.techniques.pipeline.stage_io import Spec
 from shardwise.techniques.pipeline.trace.interceptor import Seen
 
 #: What takes a tensor and does not read it, as its attributes do not.
@@ -152,31 +146,6 @@ def require_unpacked(name: str, x: Any) -> None:
             "a layer (any nn.Module) that packs, calls the network and pads its output, or a plan "
             "without pp",
         )
-
-
-def specs(trace: StageTrace, token: Token) -> Sequence[Spec]:
-    if token.kind == "act":
-        return trace.bundles[token.stage]
-    return [spec for spec in trace.bundles[token.stage - 1] if spec.requires_grad]
-
-
-def require_grads(given: Sequence[Tensor], trace: StageTrace, stage: int) -> None:
-    """Set requires_grad of the tensors `given`, which `stage` received, as in the trace."""
-    for x, spec in zip(given, trace.bundles[stage - 1] if stage else (), strict=True):
-        x.requires_grad_(spec.requires_grad)
-
-
-def grads_back(
-    found: Sequence[Tensor | None], trace: StageTrace, stage: int, device: torch.device
-) -> list[Tensor]:
-    """The grad of `stage`, from the gradients of its inputs; zeros if an input has none."""
-    if not stage:
-        return []
-    return [
-        torch.zeros(spec.shape, dtype=spec.dtype, device=device) if x is None else x.contiguous()
-        for x, spec in zip(found, trace.bundles[stage - 1], strict=True)
-        if spec.requires_grad
-    ]
 
 
 class ByShape(Generic[T]):
