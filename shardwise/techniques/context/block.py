@@ -36,8 +36,9 @@ def forward(
     if q.device.type == "cpu":
         fused = _ATEN._scaled_dot_product_flash_attention_for_cpu
         out, lse = fused(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
-        # the kernel returns 0 for such rows
-        return out, lse if bias is None else lse.masked_fill(_excluded(bias), -math.inf)
+        if bias is not None:  # the kernel returns 0 for such rows
+            lse = lse.masked_fill((bias == -math.inf).all(-1), -math.inf)
+        return out, lse
     if bias is None and _flash(q):
         return _ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
     return math_forward(q, k, v, _causal_bias(q) if causal else bias, scale)
@@ -144,7 +145,3 @@ def _bias(mask: Tensor | None, q: Tensor, causal: bool) -> Tensor | None:
 def _causal_bias(q: Tensor) -> Tensor:
     rows = q.shape[2]
     return q.new_full((rows, rows), -math.inf).triu_(1)[None, None]
-
-
-def _excluded(bias: Tensor) -> Tensor:
-    return (bias == -math.inf).all(-1)

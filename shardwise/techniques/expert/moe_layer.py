@@ -20,9 +20,6 @@ from shardwise.techniques.expert.gates import PassRecords, balanced_bias, hashed
 from shardwise.techniques.expert.routing import GlobalBatch, Routing, phase
 
 
-def ignore_routing(_: Routing) -> None: ...
-
-
 def identity(x: Tensor) -> Tensor:
     return x
 
@@ -50,7 +47,7 @@ class ExpertPlace:
     peers: tuple[int, ...] = (0,)
     name: str = ""
     has_no_rows: Callable[[], bool] = lambda: False
-    on_routing: Callable[[Routing], None] = ignore_routing
+    on_routing: Callable[[Routing], None] = lambda _: None
     skips: Callable[[], bool] = lambda: False
     enter: Callable[[Tensor], Tensor] = identity
     leave: Callable[[Tensor], Tensor] = identity

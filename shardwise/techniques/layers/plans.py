@@ -77,7 +77,12 @@ def layer_plans(model: nn.Module, plan: Plan) -> LayerPlans:
             )
         for name, other in ((a, b) for a in own for b in taken):
             if f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}."):
-                raise _nested(plan, name, other)
+                raise bad(
+                    f"the plan '{plan}', in which the layer {name} has one plan and {other} "
+                    "another, and one is inside of the other",
+                    "layers that do not contain each other",
+                    f"a plan of {name} or of {other} alone",
+                )
         of = plan.of_layers(number)
         found.append(Layers(number, of, layer.has_axes, tuple(own)))
     plans = LayerPlans(tuple(found))
@@ -125,15 +130,6 @@ def _outermost(model: nn.Module, names: Sequence[str]) -> list[str]:
         else:
             found += _outermost(model, [f"{name}.{child}" for child, _ in module.named_children()])
     return list(dict.fromkeys(found))
-
-
-def _nested(plan: Plan, name: str, other: str) -> Exception:
-    return bad(
-        f"the plan '{plan}', in which the layer {name} has one plan and {other} another, and one "
-        "is inside of the other",
-        "layers that do not contain each other",
-        f"a plan of {name} or of {other} alone",
-    )
 
 
 def _require_untied(model: nn.Module, plan: Plan) -> None:

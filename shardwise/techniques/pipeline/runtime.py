@@ -105,7 +105,13 @@ class _Live:
         have = {token.kind: self.table[token] for token in needs(step, self.schedule)}
         for token in takes(step, self.schedule):
             del self.table[token]
-        made = self._act(step, have) if isinstance(step, Action) else self._pass_on(step, have)
+        made: dict[str, Any] = {}
+        if isinstance(step, Action):
+            made = self._act(step, have)
+        elif step.op == "RECV":
+            made[step.token.kind] = self.post.receive(step)
+        else:
+            self.post.send(step, have[step.token.kind])
         self.table.update({token: made[token.kind] for token in makes(step, self.schedule)})
 
     def _act(self, action: Action, have: dict[str, Any]) -> dict[str, Any]:
@@ -133,12 +139,6 @@ class _Live:
             case "GATHER" | "FREE":
                 pass  # hooks gather and free units one by one (techniques/data/unit_hooks.py)
         return made
-
-    def _pass_on(self, transfer: Transfer, have: dict[str, Any]) -> dict[str, Any]:
-        if transfer.op == "RECV":
-            return {transfer.token.kind: self.post.receive(transfer)}
-        self.post.send(transfer, have[transfer.token.kind])
-        return {}
 
     def end(self, whole: bool) -> None:
         """Wait for sends; after a whole schedule, assert that only weights are left."""

@@ -212,13 +212,6 @@ def _loss(engine: Engine, model: nn.Module, tensors: Tensors, share: Any) -> flo
     return float(loss)
 
 
-def _ratio(error: float, size: float) -> float:
-    """The relative error; infinity for one that is not finite. A size of zero has none."""
-    if not math.isfinite(error):
-        return math.inf
-    return error / size if size else float(error > 0)
-
-
 def _require(
     losses: tuple[float, float], engine: Engine, table: Table | None, *, short: bool
 ) -> None:
@@ -226,7 +219,7 @@ def _require(
     own = torch.tensor(losses, dtype=torch.float64, device=world.device)
     close = TOLERANCE_16_BIT if short else TOLERANCE if _rounds(world.device) else CLOSE
     for plain, sharded in torch.stack(all_gather(own, world.everyone)).tolist():
-        if _ratio(abs(sharded - plain), abs(plain)) > close:
+        if not abs(sharded - plain) <= close * abs(plain):  # also for NaN
             raise _differs(plain, sharded, engine, table)
 
 

@@ -63,9 +63,6 @@ class Tile(nn.Module):
             return functional.linear(x, weight, bias)
         return TileSums.apply(x, weight, bias, targets - self.start, dtype, totals)
 
-    def extra_repr(self) -> str:
-        return f"rows {self.start} to {self.stop}"
-
 
 class TiledForward:
     """Replaces the forward of a linear layer; `logits`: its output may be logits of a loss."""

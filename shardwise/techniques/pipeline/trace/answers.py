@@ -31,13 +31,14 @@ _SHAPED: Final = (
     *("argwhere", "masked_select", "unique", "unique_consecutive", "repeat_interleave"),
     "bincount",
 )
+_MASKS: Final = (torch.bool, torch.uint8)
 _INDEXED: Final = (Tensor.__getitem__, Tensor.__setitem__)
 
 
 def masks(func: Any, args: Any, seen: Seen) -> list[Tensor]:
     if func not in _INDEXED:
         return []
-    return [x for x in leaves(args[1], Tensor) if _is_mask(x) and seen.number(x) is None]
+    return [x for x in leaves(args[1], Tensor) if x.dtype in _MASKS and seen.number(x) is None]
 
 
 def by_numbers(index: Any, known: list[Tensor]) -> Any:
@@ -85,7 +86,3 @@ class AnswerReplay:
         """Whether all of the trace was played, with its answers."""
         complete = self.stage.index == len(self.trace.events)
         return complete and tuple(self.found) == self.trace.answers
-
-
-def _is_mask(x: Tensor) -> bool:
-    return x.dtype in (torch.bool, torch.uint8)
