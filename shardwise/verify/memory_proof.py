@@ -31,9 +31,9 @@ from shardwise.observe.dry_twin import DryTwin
 from shardwise.observe.measured_timeline import StepMeter, measuring
 from shardwise.observe.meter import Live, Stray
 from shardwise.techniques.expert.apply import experts_in
-from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.verify.finding import Costs
 from shardwise.verify.oracles import textbook
+from shardwise.verify.oracles.loads import Loads
 
 READ_AFTER: Final = (3, 10)
 MEASURED_STEP: Final = 4

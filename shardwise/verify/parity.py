@@ -32,14 +32,13 @@ from shardwise.models.trainable import Trainable
 from shardwise.observe.dry_twin import ALONE, DryTwin
 from shardwise.observe.meter import Live
 from shardwise.observe.work import kernels_of
-from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.verify.comparison import compare, drawn
 from shardwise.verify.finding import Finding
 from shardwise.verify.inputs import Options, without_dropout
 from shardwise.verify.memory_proof import EVALUATED_STEP, attributes, over_steps
 from shardwise.verify.oracles import textbook
 from shardwise.verify.oracles.batches import ROWS, SEED, Division, ragged
-from shardwise.verify.oracles.loads import Routed
+from shardwise.verify.oracles.loads import Loads, Routed
 from shardwise.verify.oracles.oracle import Microbatches, Oracle
 from shardwise.verify.oracles.oracles import (
     LOSS_SCALE,
