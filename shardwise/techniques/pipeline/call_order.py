@@ -141,7 +141,8 @@ class LossRun:
                     loss(model, (self.anything,) * 2 if pair else self.anything)
             except Exception:  # noqa: BLE001  # of the program's code, which meets no real batch
                 self.stopped += 1
-            if not (self.number or pair):
+            self.reached = self.number > 0  # the loss called a module
+            if not (self.reached or pair):
                 model(*self._inputs(type(model)))
 
     def _inputs(self, kind: type[nn.Module]) -> list[Any]:
@@ -183,7 +184,9 @@ def calls_of(model: nn.Module, loss: Callable[..., Any] | None = None) -> Calls:
         if found.stopped:
             other = LossRun(model, loss, answer=True)
             found = min(found, other, key=lambda run: run.stopped)
-            found = max(found, LossRun(model, loss, pair=True), key=lambda run: run.number)
+        if not found.reached:
+            pair = LossRun(model, loss, pair=True)
+            found = pair if pair.reached else found
     calls = dict(zip(model.modules(), found.calls.values(), strict=True))
     places: dict[str, tuple[int, ...]] = {}
     last = 0
