@@ -9,8 +9,8 @@ from shardwise.core.tally import TIER, Key, by_kind, sent_bytes
 from shardwise.engine.engine import Engine
 from shardwise.engine.state.box import Box
 from shardwise.techniques.expert.apply import layers_of
-from shardwise.techniques.expert.expert_moves import Loads
 from shardwise.verify.oracles import textbook
+from shardwise.verify.oracles.loads import Loads
 from shardwise.verify.oracles.textbook import Uses
 
 if TYPE_CHECKING:
