@@ -35,7 +35,7 @@ APPLIED = (
 FOREIGN = {
     "data": 46,
     "tensor": 28,
-    "expert": 22,
+    "expert": 21,
     "pipeline": 15,
     "recompute": 10,
     "layers": 6,

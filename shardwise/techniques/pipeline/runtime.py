@@ -102,6 +102,7 @@ class _Live:
         self.table: dict[Token, Any] = {} if table is None else table
 
     def do(self, step: Step) -> None:
+        """Execute a step: the tokens that it takes go, and those that it makes come."""
         have = {token.kind: self.table[token] for token in needs(step, self.schedule)}
         for token in takes(step, self.schedule):
             del self.table[token]
