@@ -360,7 +360,7 @@ class Engine:
         """
         step_end.report(self)
         self.data.units.take_assigned()
-        if self.updates.running:
+        if self.optimizer.running:
             self.data.units.to_sharded()
             with self.ledger.phase("update"):
                 self.updates.finish()

@@ -74,11 +74,11 @@ class Progress(NamedTuple):
     @classmethod
     def of(cls, engine: "Engine") -> "Progress":
         counts = engine.steps, engine.steps_run, engine.consistency.checked
-        return cls(*counts, engine.shares_compared, bool(engine.updates.running))
+        return cls(*counts, engine.shares_compared, bool(engine.optimizer.running))
 
     def give_to(self, dry: "Engine") -> None:
         """Set these numbers of an engine, perhaps after its pending update."""
-        if dry.updates.running and not self.pending:
+        if dry.optimizer.running and not self.pending:
             dry.flush()
         dry.steps, dry.steps_run, dry.consistency.checked = self[:3]
         dry.shares_compared = self.compared

@@ -281,7 +281,7 @@ class Comparison:
 
     def evaluation(self, engine: Engine, step: int) -> None:
         """Compare the loss and the outputs of another batch in eval mode."""
-        pending = bool(engine.updates.running)  # its bytes are those of an update
+        pending = bool(engine.optimizer.running)  # its bytes are those of an update
         late = isinstance(self.oracles.exact, Oracle) and self.oracles.exact.pending
         self.errors.append(Errors.of_facts("evaluation", {"a pending update": pending == late}))
         shared = self.shared(engine, IDLE_STEP)

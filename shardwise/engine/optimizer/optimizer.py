@@ -12,12 +12,12 @@ the model's parameters; in an update they have runs of them (runs.py).
 """
 
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from threading import Event
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,6 @@ from shardwise.engine.optimizer.owners import Owners
 from shardwise.engine.optimizer.runs import Runs, version
 from shardwise.engine.precision import HALF
 from shardwise.engine.state.box import counts, squares
-from shardwise.techniques.data.checksum import versions
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.same_on_ranks import SameOnRanks, named_parts
 from shardwise.techniques.data.units import Units
@@ -56,7 +55,7 @@ class Factor(NamedTuple):
 class ShardedOptimizer(Optimizer, ABC):
     """One torch optimizer over the blocks of trained flat groups, on the tiers of their rows.
 
-    `masters` are by the number of a flat group; `engine.step` drives it.
+    `engine.step` drives it.  `running` are updates on a thread of the host that are not visible.
     """
 
     #: Whether an update streams through buffers.
@@ -68,49 +67,48 @@ class ShardedOptimizer(Optimizer, ABC):
         self.spec, self.flats, self.tiers, self.units = spec, flats, tiers, units
         self.together = spec.together or self.streams  # all flat groups are updated in one call
         self.names = [name for flat in flats for name in flat.names]
-        found = {k: self._master(k, flat) for k, flat in enumerate(flats)}
-        self.masters = {k: master for k, master in found.items() if master is not None}
+        found = {flat: self._master(flat) for flat in flats}
+        self.masters = {flat: master for flat, master in found.items() if master is not None}
         self.seen: dict[Flat, Tensor] = {}  # squares of gradients of this step that left the device
         self.shown = defaultdict[Tensor, State](dict)  # what a program reads and writes: `state`
         self.versions: dict[Tensor, int] = {}  # of the states as they were shown
-        self.shows = False  # whether all of them are shown
-        self.made = Event()  # the last update beside a step has ended
-        self.made.set()
+        self.shows = False  # whether they are shown
+        self.running: deque[tuple[Future[Any], Sequence[Flat]]] = deque()
         self.owners = Owners(spec.is_whole, flats)
         targets = self.owners.targets.items()
-        self.runs = [
-            Runs(flat, spec, self.block(k), {i: p for (of, i), p in targets if of == k})
-            for k, flat in enumerate(flats)
-        ]
-        for k in range(len(flats)):  # classes as Adagrad create their state at once
-            self._attach(k, (None, ()))
-        every = [run for runs in self.runs for run in runs.every]
+        self.runs = {
+            flat: Runs(flat, spec, self.block(flat), {i: p for (of, i), p in targets if of is flat})
+            for flat in flats
+        }
+        for flat in flats:  # classes as Adagrad create their state at once
+            self._attach(flat, (None, ()))
+        every = [run for runs in self.runs.values() for run in runs.every]
         self.torch = spec.build([(run.group, run.param) for run in every])
         for run in every:
             run.detach()
-        for runs in self.runs:
+        for runs in self.runs.values():
             runs.state = self.torch.state
-        places = [(runs, i) for runs in self.runs for i in range(len(runs.groups))]
         for number, group in enumerate(self.torch.param_groups):
-            own = [(runs.flat, i) for runs, i in places if runs.groups[i] == number]
+            own = [(f, i) for f in flats for i, n in enumerate(self.runs[f].groups) if n == number]
             group["params"] = [flat.params[i] for flat, i in own]
             group["param_names"] = [flat.names[i] for flat, i in own]
         super().__init__(self.torch.param_groups, {})
         self.defaults, self.param_groups = self.torch.defaults, self.torch.param_groups
         self.had_states = False
-        self.noted = 0  # a number of the states after the last update: see `versions`
         self.spec_options = [groups.options(group) for group in self.param_groups]
         self.factor: Tensor | float = 1.0  # of the last step
 
     # --- where masters and states are -----------------------------------------------------------
 
     @abstractmethod
-    def _master(self, k: int, flat: Flat) -> Tensor | None:
-        """What the update of the k-th flat parameter writes to, if not its shard."""
+    def _master(self, flat: Flat) -> Tensor | None:
+        """What the update of a flat parameter writes to, if not its shard."""
 
     @abstractmethod
-    def room(self, k: int, index: int, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """New memory for a state tensor of a parameter of the k-th flat, on the state's tier."""
+    def room(
+        self, flat: Flat, index: int, key: str, size: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        """New memory for a state tensor of a parameter of `flat`, on the state's tier."""
 
     @abstractmethod
     def loaded(self) -> None:
@@ -118,20 +116,20 @@ class ShardedOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def _update(
-        self, gradients: Mapping[int, Gradient], factor: Factor, own: list[dict[str, Any]]
+        self, gradients: Mapping[Flat, Gradient], factor: Factor, own: list[dict[str, Any]]
     ) -> None:
         """Update flat groups from these gradients, with these groups of options."""
 
     def publish(self, flats: Sequence[Flat]) -> None:
         """Copy updated masters to the tier of their weights, unless the update has done so."""
 
-    def block(self, k: int) -> Tensor:
-        """What an update of the k-th flat parameter writes to."""
-        return self.masters.get(k, self.flats[k].shard)
+    def block(self, flat: Flat) -> Tensor:
+        """What an update of a flat parameter writes to."""
+        return self.masters.get(flat, flat.shard)
 
     def states(self) -> dict[Tensor, State]:
         """The states by the model's parameters, of those that have one."""
-        return dict(chain.from_iterable(runs.states().items() for runs in self.runs))
+        return dict(chain.from_iterable(runs.states().items() for runs in self.runs.values()))
 
     @property
     def state(self) -> defaultdict[Tensor, State]:
@@ -140,10 +138,9 @@ class ShardedOptimizer(Optimizer, ABC):
         The next update follows what a program writes.
         """
         if not self.shows:
-            self.made.wait()
-            states = {p: s for p, s in self.states().items() if p not in self.shown}
-            self.shown |= states
-            self.versions |= {p: version(state) for p, state in states.items()}
+            wait([update for update, _ in self.running])
+            self.shown |= self.states()
+            self.versions = {p: version(state) for p, state in self.shown.items()}
             self.shows = True
         return self.shown
 
@@ -151,10 +148,12 @@ class ShardedOptimizer(Optimizer, ABC):
     def state(self, _: object) -> None:
         """Do nothing: torch's constructor sets it."""
 
-    def written(self, params: Iterable[Tensor]) -> dict[Tensor, State]:
-        """The states of `params` that the program, or a checkpoint, has written."""
-        states = {p: self.shown.get(p, {}) for p in params}
-        none = version({})
+    def written(self) -> dict[Tensor, State]:
+        """The states that the program, or a checkpoint, has written since they were shown."""
+        states, none = (
+            {p: self.shown.get(p, {}) for p in {**self.shown, **self.versions}},
+            version({}),
+        )
         return {p: s for p, s in states.items() if version(s) != self.versions.get(p, none)}
 
     def expose(self) -> None:
@@ -207,52 +206,42 @@ class ShardedOptimizer(Optimizer, ABC):
         self.follow(flats)
         self.factor = factor.value
         self._opt_called = True  # torch's schedulers check that
-        grads = {k: self.flats[k].grads for k in self._chosen(flats)}
+        grads = {flat: flat.grads for flat in self.flats if flat in flats}
         scaled = isinstance(factor.value, Tensor) or factor.value != 1.0
-        for k, each in grads.items() if scaled else ():
-            if each.gshard is not None and self.scales_in_place(self.flats[k]):
+        for flat, each in grads.items() if scaled else ():
+            if each.gshard is not None and self.scales_in_place(flat):
                 each.gshard.mul_(factor.value)
-        now = {k: (each.gshard, [*each.used]) for k, each in grads.items()}
+        now = {flat: (each.gshard, [*each.used]) for flat, each in grads.items()}
         for each in grads.values() if later else ():
             each.clear()
             each.swap()
         own = [dict(group) for group in self.param_groups] if later else self.param_groups
-        update = partial(self._update, now, factor, own)
-        if not later:
-            return update
-        self.made = Event()
-        return partial(self._beside, update, self.made)
-
-    def _beside(self, update: Callable[[], None], made: Event) -> None:
-        try:
-            update()
-        finally:
-            made.set()
+        return partial(self._update, now, factor, own)
 
     def scales_in_place(self, flat: Flat) -> bool:
         """Whether an update multiplies the gradient itself, not a copy in 32 bits or a buffer."""
         return not (self.streams or flat.dtype in HALF)
 
-    def _attach(self, k: int, gradient: Gradient, scale: Tensor | float = 1.0) -> None:
+    def _attach(self, flat: Flat, gradient: Gradient, scale: Tensor | float = 1.0) -> None:
         """Let the runs be parts of the block and, if used, of the gradient."""
-        block, (values, used) = self.block(k), gradient
+        block, (values, used) = self.block(flat), gradient
         self.tiers.settle(block)
-        if values is not None and self.flats[k].dtype in HALF:
+        if values is not None and flat.dtype in HALF:
             values = values.float().mul_(scale)
-        self.runs[k].part(used)
-        for run in self.runs[k].every:
+        self.runs[flat].part(used)
+        for run in self.runs[flat].every:
             run.attach(block, values if used and used[run.indices[0]] else None)
 
     @contextmanager
     def _stepping(
-        self, part: Sequence[int], own: list[dict[str, Any]], factor: Factor | None = None
+        self, part: Sequence[Flat], own: list[dict[str, Any]], factor: Factor | None = None
     ) -> Iterator[None]:
         """Inside, these groups of torch's optimizer have runs, and tensors that this rank owns are
         whole, with their gradients times `factor`; at the end all ranks get theirs.
         """
-        weights = {k: self.block(k) for k in part}
+        weights = {flat: self.block(flat) for flat in part}
         self.owners.collect(weights, None if factor is None else factor.value)
-        shown, runs = [group["params"] for group in own], [self.runs[k] for k in part]
+        shown, runs = [group["params"] for group in own], [self.runs[flat] for flat in part]
         self.torch.param_groups = own
         vars(self.torch)["found_inf"] = factor and factor.skips  # which torch's fused kernels read
         try:
@@ -269,36 +258,31 @@ class ShardedOptimizer(Optimizer, ABC):
                 run.detach()
         self.owners.give(weights)
 
-    def _chosen(self, flats: Sequence[Flat]) -> list[int]:
-        return [k for k, flat in enumerate(self.flats) if flat in flats]
-
     def clear(self, flats: Sequence[Flat]) -> None:
         for flat in flats:
             flat.grads.clear()
 
     @torch.no_grad()
     def follow(self, flats: Sequence[Flat]) -> None:
-        """Take over weights and states of `flats` that the program has written."""
-        for k in self._chosen(flats):
-            flat = self.flats[k]
+        """Take over weights of `flats`, and states, that the program has written."""
+        for flat in flats:
             flat.take_assigned()
-            if k in self.masters and flat.was_written():
-                master, weights = self.masters[k], flat.shard
+            if flat in self.masters and flat.was_written():
+                master, weights = self.masters[flat], flat.shard
                 if weights.device != master.device:
                     weights = weights.to(master.device)
                 written = weights != master.to(weights.dtype)
                 master.copy_(torch.where(written, weights, master))
-        self.follow_states(flats)
+        self.follow_states()
 
-    def follow_states(self, flats: Sequence[Flat]) -> None:
+    def follow_states(self) -> None:
         """Take over the states that the program, or a checkpoint, has written."""
-        for runs in self.runs if self.shown or self.versions else ():
-            if runs.flat in flats and (written := self.written(runs.flat.params)):
+        written = self.written()
+        for flat, runs in self.runs.items():
+            if not written.keys().isdisjoint(flat.params):
                 runs.arrange(runs.states() | written)
-            for p in runs.flat.params if runs.flat in flats else ():
-                self.shown.pop(p, None)
-                self.versions.pop(p, None)
-                self.shows = False
+        self.shown.clear()
+        self.versions, self.shows = {}, False
 
     def eval(self) -> None:
         """Give the model the weights to evaluate and to save, of a schedule-free optimizer.
@@ -321,10 +305,9 @@ class ShardedOptimizer(Optimizer, ABC):
             )
         self.follow(self.flats)
         self.units.to_sharded()
-        every = range(len(self.flats))
-        for k in every:
-            self._attach(k, (None, ()))
-        with self._stepping(every, self.param_groups):
+        for flat in self.flats:
+            self._attach(flat, (None, ()))
+        with self._stepping(self.flats, self.param_groups):
             getattr(self.torch, mode)()
         self.loaded()
         self.units.begin_unshard()
@@ -401,25 +384,15 @@ class ShardedOptimizer(Optimizer, ABC):
         left = any(self.shown.values()) if self.shows else self.torch.state
         found["missing states of engine.optimizer"] = self.had_states and not left
         self.had_states = bool(self.torch.state)
-        changed = bool(self.written({**self.shown, **self.versions}))
-        return found, changed or (bool(self.noted) and self._noted() != self.noted)
-
-    def note(self) -> None:
-        """An update has ended: states that change from now on are changed by the program."""
-        self.noted = self._noted()
-
-    def _noted(self) -> int:
-        if any(flat.moves.offload for flat in self.flats):  # which another thread may update
-            return 0
-        return len(self.torch.state) + versions(self.torch.state.values())
+        return found, bool(self.written())
 
     def compare_on(self, same: SameOnRanks) -> None:
         """Let ranks compare masters of 16-bit weights, and states that no other thread writes."""
-        compared = [k for k, flat in enumerate(self.flats) if not flat.moves.offload]
-        half = [k for k in compared if k in self.masters and self.flats[k].dtype in HALF]
+        compared = [flat for flat in self.flats if not flat.moves.offload]
+        half = [flat for flat in compared if flat in self.masters and flat.dtype in HALF]
         name = partial(named_parts, "the fp32 master of ")
-        same.add({(f := self.flats[k]): partial(name, f, self.masters[k]) for k in half})
-        same.add({self.flats[k]: partial(self._named_states, self.runs[k]) for k in compared})
+        same.add({flat: partial(name, flat, self.masters[flat]) for flat in half})
+        same.add({flat: partial(self._named_states, self.runs[flat]) for flat in compared})
 
     def _named_states(self, runs: Runs) -> Iterator[tuple[str, Tensor]]:
         states = runs.states()
@@ -441,8 +414,8 @@ class ShardedOptimizer(Optimizer, ABC):
 
     def owns(self) -> Iterator[Owned]:
         """Every tensor that is kept for the update."""
-        yield from (("optimizer", self.flats[k], master) for k, master in self.masters.items())
-        for run in chain.from_iterable(runs.every for runs in self.runs):
+        yield from (("optimizer", flat, master) for flat, master in self.masters.items())
+        for run in chain.from_iterable(runs.every for runs in self.runs.values()):
             # a copy: the host thread may be creating the state
             state = [*self.torch.state.get(run.param, {}).values()]
             yield from (("optimizer", run.flat, value) for value in leaves(state, Tensor))

@@ -27,8 +27,8 @@ from shardwise.core.layouts.uneven import owners
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
 
-#: A parameter: the number of its flat group, and its index there.
-Place = tuple[int, int]
+#: A parameter: its flat group, and its index there.
+Place = tuple[Flat, int]
 
 
 class Owners:
@@ -39,53 +39,53 @@ class Owners:
     """
 
     def __init__(self, is_whole: Callable[[str, int], bool], flats: Sequence[Flat]) -> None:
-        self.flats = flats
         by_axis: dict[str, dict[str, Place]] = {}
-        for k, flat in enumerate(flats):
+        for flat in flats:
             for i, (name, shape) in enumerate(zip(flat.names, flat.shapes, strict=True)):
                 if flat.split and is_whole(name, len(shape)):
-                    by_axis.setdefault(flat.shard_axis.name, {})[name] = k, i
+                    by_axis.setdefault(flat.shard_axis.name, {})[name] = flat, i
         self.rank_of: dict[Place, int] = {}
         for places in by_axis.values():
-            numels = {name: flats[k].shapes[i].numel() for name, (k, i) in places.items()}
-            axis = flats[next(iter(places.values()))[0]].shard_axis
+            numels = {name: flat.shapes[i].numel() for name, (flat, i) in places.items()}
+            axis = next(iter(places.values()))[0].shard_axis
             found = owners(numels, axis.size)
             self.rank_of |= {place: found[name] for name, place in places.items()}
-        self.targets = {place: self._target(*place) for place in sorted(self.rank_of)}
+        every = ((flat, i) for flat in flats for i in range(len(flat.names)))
+        self.targets = {place: self._target(*place) for place in every if place in self.rank_of}
         self.resting = {place: target.data for place, target in self.targets.items()}
 
-    def is_here(self, k: int, i: int) -> bool:
-        return self.rank_of[k, i] == self.flats[k].shard_axis.rank
+    def is_here(self, flat: Flat, i: int) -> bool:
+        return self.rank_of[flat, i] == flat.shard_axis.rank
 
-    def _target(self, k: int, i: int) -> nn.Parameter:
-        shape, like = self.flats[k].shapes[i], self.flats[k].shard
+    def _target(self, flat: Flat, i: int) -> nn.Parameter:
+        shape, like = flat.shapes[i], flat.shard
         wide = torch.promote_types(like.dtype, torch.float32)
-        if self.is_here(k, i):
+        if self.is_here(flat, i):
             return nn.Parameter(like.new_zeros((), dtype=wide).expand(shape))
         return nn.Parameter(like.new_zeros([0] * len(shape), dtype=wide))
 
     @torch.no_grad()
-    def collect(self, weights: Mapping[int, Tensor], factor: Tensor | float | None) -> None:
+    def collect(self, weights: Mapping[Flat, Tensor], factor: Tensor | float | None) -> None:
         """Give this rank's targets their weights and, unless `factor` is None, their gradients.
 
         `weights` are the blocks of the flat groups; 16-bit gradients are multiplied by `factor`.
         """
         for places in self._messages(weights):
             coming = PieceExchange(self, places).begin(weights)
-            shards = {k: self.flats[k].grads.gshard for k, _ in places}
-            blocks = {k: x for k, x in shards.items() if x is not None and factor is not None}
+            shards = {flat: flat.grads.gshard for flat, _ in places}
+            blocks = {flat: x for flat, x in shards.items() if x is not None and factor is not None}
             graded = [place for place in places if place[0] in blocks]
             gradients = PieceExchange(self, graded).begin(blocks).wait() if graded else {}
-            for (k, i), whole in coming.wait().items():
-                target, shape = self.targets[k, i], self.flats[k].shapes[i]
+            for (flat, i), whole in coming.wait().items():
+                target, shape = self.targets[flat, i], flat.shapes[i]
                 target.data = whole.view(shape)
-                if self.flats[k].grads.used[i] and factor is not None and (k, i) in gradients:
-                    own = gradients[k, i].view(shape)
+                if flat.grads.used[i] and factor is not None and (flat, i) in gradients:
+                    own = gradients[flat, i].view(shape)
                     half = own.dtype != whole.dtype
                     target.grad = own.to(whole.dtype).mul_(factor) if half else own
 
     @torch.no_grad()
-    def give(self, weights: Mapping[int, Tensor]) -> None:
+    def give(self, weights: Mapping[Flat, Tensor]) -> None:
         """Send the updated weights of this rank's targets to the ranks that hold their pieces."""
         for exchange in (PieceExchange(self, places) for places in self._messages(weights)):
             exchange.end([self.targets[place] for place in exchange.own], weights)
@@ -93,12 +93,11 @@ class Owners:
                 self.targets[place].grad = None
                 self.targets[place].data = self.resting[place]
 
-    def _messages(self, weights: Mapping[int, Tensor]) -> list[list[Place]]:
+    def _messages(self, weights: Mapping[Flat, Tensor]) -> list[list[Place]]:
         """The parameters whose pieces are sent together: of one axis and one dtype."""
         found: dict[object, list[Place]] = {}
-        for k, i in (place for place in self.targets if place[0] in weights):
-            flat = self.flats[k]
-            found.setdefault((flat.shard_axis.name, flat.dtype), []).append((k, i))
+        for flat, i in (place for place in self.targets if place[0] in weights):
+            found.setdefault((flat.shard_axis.name, flat.dtype), []).append((flat, i))
         return list(found.values())
 
 
@@ -111,22 +110,22 @@ class PieceExchange:
     """
 
     def __init__(self, owners: Owners, places: Sequence[Place]) -> None:
-        flats, rank_of = owners.flats, owners.rank_of
-        self.axis = flats[places[0][0]].shard_axis
+        rank_of = owners.rank_of
+        self.axis = places[0][0].shard_axis
         self.own = [place for place in places if owners.is_here(*place)]
         by_owner = sorted(places, key=rank_of.__getitem__)
-        self.pieces = [(k, *flats[k].pieces[i]) for k, i in by_owner]
+        self.pieces = [(flat, *flat.pieces[i]) for flat, i in by_owner]
         self.parts = [
-            [_part(flats[k], i, rank) for k, i in self.own] for rank in range(self.axis.size)
+            [_part(flat, i, rank) for flat, i in self.own] for rank in range(self.axis.size)
         ]
         self.sent = [0] * self.axis.size
         for place, (_, low, high) in zip(by_owner, self.pieces, strict=True):
             self.sent[rank_of[place]] += high - low
         self.received = [sum(numel for _, numel in parts) for parts in self.parts]
 
-    def begin(self, blocks: Mapping[int, Tensor]) -> Pending[dict[Place, Tensor]]:
+    def begin(self, blocks: Mapping[Flat, Tensor]) -> Pending[dict[Place, Tensor]]:
         """Begin to send pieces of flat blocks to their owners; the whole tensors of this rank."""
-        pieces = torch.cat([blocks[k][low:high] for k, low, high in self.pieces])
+        pieces = torch.cat([blocks[flat][low:high] for flat, low, high in self.pieces])
         arriving = begin_all_to_all(pieces, self.axis, self.received, self.sent)
 
         def wholes() -> dict[Place, Tensor]:
@@ -135,19 +134,19 @@ class PieceExchange:
 
         return Pending([wholes])
 
-    def end(self, wholes: Sequence[Tensor], blocks: Mapping[int, Tensor]) -> None:
+    def end(self, wholes: Sequence[Tensor], blocks: Mapping[Flat, Tensor]) -> None:
         """Send the whole tensors of this rank; write the pieces of all to their blocks."""
-        flat = [whole.detach().reshape(-1) for whole in wholes]
+        ends = [whole.detach().reshape(-1) for whole in wholes]
         sent = [
             whole[first : first + numel]
             for parts in self.parts
-            for whole, (first, numel) in zip(flat, parts, strict=True)
+            for whole, (first, numel) in zip(ends, parts, strict=True)
         ]
         none = blocks[self.pieces[0][0]].new_empty(0)
         arriving = begin_all_to_all(torch.cat([none, *sent]), self.axis, self.sent, self.received)
         arrived = arriving.wait().split([high - low for _, low, high in self.pieces])
-        for (k, low, high), piece in zip(self.pieces, arrived, strict=True):
-            blocks[k][low:high] = piece
+        for (flat, low, high), piece in zip(self.pieces, arrived, strict=True):
+            blocks[flat][low:high] = piece
 
 
 def _part(flat: Flat, i: int, rank: int) -> tuple[int, int]:
@@ -177,18 +176,17 @@ class WholeSteps:
     def __init__(self, optimizer: Optimizer, data: Data) -> None:
         own = {p for group in optimizer.param_groups for p in group["params"]}
         names = {flat.names[i] for p, (_, flat, i) in data.places.items() if p in own}
-        self.flats = data.trained
-        self.owners = Owners(lambda name, _: name in names, self.flats)
-        self.places = {(k, i): self.flats[k].params[i] for k, i in self.owners.targets}
+        self.owners = Owners(lambda name, _: name in names, data.trained)
+        self.places = {(flat, i): flat.params[i] for flat, i in self.owners.targets}
         self.owned = {id(p): self.owners.is_here(*place) for place, p in self.places.items()}
         self.pieces: list[tuple[nn.Parameter, Tensor, Tensor | None, int]] = []
 
     def begin(self) -> None:
         """Before a step: parameters and gradients become whole, or nothing."""
-        for (k, i), p in self.places.items():
-            grads = self.flats[k].grads
+        for (flat, i), p in self.places.items():
+            grads = flat.grads
             if p.grad is not None and grads.gshard is not None and grads.is_replaced(p.grad):
-                self.flats[k].views.part(i, grads.gshard).copy_(p.grad)
+                flat.views.part(i, grads.gshard).copy_(p.grad)
         self.owners.collect(self._weights(), 1.0)
         for place, p in self.places.items():
             target = self.owners.targets[place]
@@ -209,5 +207,5 @@ class WholeSteps:
             torch_c._autograd._unsafe_set_version_counter((p,), (version + 1,))  # on all ranks
         self.pieces.clear()
 
-    def _weights(self) -> dict[int, Tensor]:
-        return {k: self.flats[k].shard for k, _ in self.places}
+    def _weights(self) -> dict[Flat, Tensor]:
+        return {flat: flat.shard for flat, _ in self.places}

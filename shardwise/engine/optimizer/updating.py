@@ -31,7 +31,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Event
@@ -70,7 +70,7 @@ MOST_S: Final = 10.0
 class MemoryOptimizer(ShardedOptimizer):
     """Masters and states of each flat group are on the tier of its row."""
 
-    def _master(self, _: int, flat: Flat) -> Tensor | None:
+    def _master(self, flat: Flat) -> Tensor | None:
         """A copy of the shard on the tier of its optimizer state, with 32 bits or more."""
         half, rests = flat.dtype in HALF, flat.shard
         if not (half or flat.moves.publish):
@@ -82,56 +82,55 @@ class MemoryOptimizer(ShardedOptimizer):
         return self.tiers.empty(rests.numel(), torch.float32).copy_(rests) if half else rests
 
     @torch.no_grad()
-    def room(self, k: int, index: int, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """New memory for a state tensor of a parameter of the k-th flat, on the state's tier."""
-        flat = self.flats[k]
-        group = self.param_groups[self.runs[k].groups[index]]
-        place = device_of(key, self.block(k), group)
+    def room(
+        self, flat: Flat, index: int, key: str, size: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
+        """New memory for a state tensor of a parameter of `flat`, on the state's tier."""
+        group = self.param_groups[self.runs[flat].groups[index]]
+        place = device_of(key, self.block(flat), group)
         made = torch.zeros(tuple(size), dtype=dtype, device=place)
         return self.tiers.own(made) if flat.moves.offload else made
 
     @torch.no_grad()
     def loaded(self) -> None:
         """After masters were written from outside: copy them to the weights."""
-        self.follow_states(self.flats)
-        for k in range(len(self.flats)):
-            self._end_step(k)
-        self.publish([self.flats[k] for k in self.masters])
+        self.follow_states()
+        for flat in self.flats:
+            self._end_step(flat)
+        self.publish([*self.masters])
 
     @torch.no_grad()
     def publish(self, flats: Sequence[Flat]) -> None:
         """Copy the masters that are in host memory to weights on the device."""
-        for k in self._chosen(flats):
-            flat = self.flats[k]
+        for flat in flats:
             if tier := flat.moves.publish:
-                source = self.masters[k]
+                source = self.masters[flat]
                 if flat.dtype in HALF:
                     source = self.tiers.empty(source.numel(), flat.dtype).copy_(source)
                 begin_copy(source, self.tiers, "host", tier, flat.shard).wait()
 
     def _update(
-        self, gradients: Mapping[int, Gradient], factor: Factor, own: list[dict[str, Any]]
+        self, gradients: Mapping[Flat, Gradient], factor: Factor, own: list[dict[str, Any]]
     ) -> None:
         """Update flat groups in one call; 16-bit ones one by one, for their fp32 gradients."""
-        half = [k for k in gradients if self.flats[k].dtype in HALF]
-        wide = [k for k in gradients if k not in half]
-        parts = [[*gradients]] if self.together else [wide, *([k] for k in half)]
+        half = [flat for flat in gradients if flat.dtype in HALF]
+        wide = [flat for flat in gradients if flat not in half]
+        parts = [[*gradients]] if self.together else [wide, *([flat] for flat in half)]
         for part in filter(None, parts):
-            for k in part:
-                self._attach(k, gradients[k], factor.value)
+            for flat in part:
+                self._attach(flat, gradients[flat], factor.value)
             with self._stepping(part, own, factor):
                 self.torch.step()
-            for k in part:
-                self._end_step(k)
+            for flat in part:
+                self._end_step(flat)
 
-    def _end_step(self, k: int) -> None:
-        flat = self.flats[k]
-        for run in self.runs[k].every if flat.moves.offload else ():
+    def _end_step(self, flat: Flat) -> None:
+        for run in self.runs[flat].every if flat.moves.offload else ():
             for value in leaves(self.torch.state.get(run.param), Tensor):
                 self.tiers.own(value)  # a state is where its master is
-        if k in self.masters and not flat.moves.publish:
+        if flat in self.masters and not flat.moves.publish:
             self.tiers.settle(flat.shard)
-            flat.shard.copy_(self.masters[k])
+            flat.shard.copy_(self.masters[flat])
 
 
 def optimizer_of(
@@ -160,7 +159,6 @@ class Updates:
     early_bytes  units of at least this size together are updated in one call; None: EARLY_BYTES;
                  if all gradients are there, MOST_BYTES on the host, else all
     late         make delayed updates only when `finish` waits for them, as on a slow host
-    running      updates on a thread of the host that `finish` has not made visible
     """
 
     optimizer: ShardedOptimizer
@@ -174,7 +172,6 @@ class Updates:
     by_schedule: bool = False
     early_bytes: int | None = None
     late: bool = False
-    running: deque[tuple[Future[Any], Sequence[Flat]]] = field(default_factory=deque)
     asked: Event = field(default_factory=Event)  # `finish` waits
 
     @property
@@ -210,7 +207,6 @@ class Updates:
         if not self.by_schedule:
             with self.optimizer.step_hooks():
                 self._make(parts, factor, later=later)
-        self.optimizer.note()
         self.scale.update(overflow=False)
 
     def _make(self, parts: Iterable[Sequence[Flat]], factor: Factor, *, later: bool) -> None:
@@ -222,8 +218,8 @@ class Updates:
         try:
             for part in [*parts] if later else parts:
                 update = self.optimizer.begin(part, factor, later=later)
-                self.running.append((thread.submit(update), part))
-                while not later and self.running and self.running[0][0].done():
+                self.optimizer.running.append((thread.submit(update), part))
+                while not later and self.optimizer.running and self.optimizer.running[0][0].done():
                     self._end_first()
             if not later:
                 self.finish()
@@ -233,7 +229,7 @@ class Updates:
             self.optimizer.clear(self.optimizer.flats)
 
     def _end_first(self) -> None:
-        update, part = self.running.popleft()
+        update, part = self.optimizer.running.popleft()
         update.result()
         self.optimizer.publish(part)
 
@@ -241,10 +237,10 @@ class Updates:
         """Make visible what is updated beside the step, or raise the error of an update."""
         self.asked.set()
         try:
-            while self.running:
+            while self.optimizer.running:
                 self._end_first()
         finally:
-            self.running.clear()
+            self.optimizer.running.clear()
 
     def _thread(self, *, late: bool) -> Executor:
         """This thread; for updates on the host, one of its own until the last update of the step,

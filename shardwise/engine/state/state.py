@@ -99,8 +99,7 @@ class Loading:
 def weights(flats: Sequence[Flat], optimizer: ShardedOptimizer) -> list[Box]:
     optimizer.follow(optimizer.flats)
     optimizer.expose()
-    masters = {id(f): optimizer.masters.get(k) for k, f in enumerate(optimizer.flats)}
-    return [box for flat in flats for box in boxes_of(flat, "model", masters.get(id(flat)))]
+    return [box for f in flats for box in boxes_of(f, "model", optimizer.masters.get(f))]
 
 
 def boxes_of(flat: Flat, kind: str, block: Tensor | None = None) -> Iterator[Box]:
@@ -119,12 +118,12 @@ def held_parameters(optimizer: ShardedOptimizer) -> list[HeldParameter]:
             flat,
             index,
             flat.params[index],
-            partial(optimizer.room, k, index),
-            owned=(k, index) in owners.targets,
+            partial(optimizer.room, flat, index),
+            owned=(flat, index) in owners.targets,
         )
-        for k, flat in enumerate(optimizer.flats)
+        for flat in optimizer.flats
         for index in range(len(flat.params))
-        if (k, index) not in owners.targets or owners.is_here(k, index)
+        if (flat, index) not in owners.targets or owners.is_here(flat, index)
     ]
 
 

@@ -63,9 +63,8 @@ class FlatOnDisk:
 
 
 class ChunkRead(NamedTuple):
-    """The chunk `number` of all tensors of the k-th flat parameter that an update reads."""
+    """The chunk `number` of all tensors of a flat parameter that an update reads."""
 
-    k: int
     of: FlatOnDisk
     number: int
 
@@ -103,16 +102,16 @@ class DiskOptimizer(ShardedOptimizer):
     ) -> None:
         self.tiers, self.disk = tiers, disk
         keys = streamed_keys(spec)
-        self.places = [FlatOnDisk(flat, disk, tiers, keys) for flat in flats]
+        self.places = {flat: FlatOnDisk(flat, disk, tiers, keys) for flat in flats}
         self.mapped = False  # whether pages of the maps may be in memory
         super().__init__(spec, flats, tiers, units)
-        for runs, of in zip(self.runs, self.places, strict=True):
-            of.flat.grads.host_grad = of.gradient.tensor
-            runs.blocks = {key: extent.tensor for key, extent in of.states.items()}
+        for flat, of in self.places.items():
+            flat.grads.host_grad = of.gradient.tensor
+            self.runs[flat].blocks = {key: extent.tensor for key, extent in of.states.items()}
         self.wide = disk.acquire() if flats else None  # gradients of 16 bits, in 32
 
-    def _master(self, k: int, flat: Flat) -> Tensor:
-        weight, master = self.places[k].weight, self.places[k].master
+    def _master(self, flat: Flat) -> Tensor:
+        weight, master = self.places[flat].weight, self.places[flat].master
         if flat.dtype == master.dtype and master is not weight:
             begin_copy(flat.shard, self.tiers, "device", "disk", master.tensor)
         for chunk in range(master.chunks if flat.dtype != master.dtype else 0):
@@ -130,7 +129,7 @@ class DiskOptimizer(ShardedOptimizer):
 
     def owns(self) -> Iterator[Owned]:
         yield from super().owns()
-        for runs in self.runs:
+        for runs in self.runs.values():
             yield from (("optimizer", runs.flat, block) for block in runs.blocks.values())
         yield "buffers", None, self.disk.memory
 
@@ -138,18 +137,18 @@ class DiskOptimizer(ShardedOptimizer):
 
     @torch.no_grad()
     def _update(
-        self, gradients: Mapping[int, Gradient], factor: Factor, own: list[dict[str, Any]]
+        self, gradients: Mapping[Flat, Gradient], factor: Factor, own: list[dict[str, Any]]
     ) -> None:
         assert isinstance(factor.value, float), "an update on a disk waits for its factor"
         if self.mapped:
             self.disk.drop()
             self.mapped = False
-        for k, (_, used) in gradients.items():
-            self.runs[k].part(used)
+        for flat, (_, used) in gradients.items():
+            self.runs[flat].part(used)
         jobs = [
-            ChunkRead(k, self.places[k], number)
-            for k in gradients
-            for number in range(self.places[k].master.chunks)
+            ChunkRead(self.places[flat], number)
+            for flat in gradients
+            for number in range(self.places[flat].master.chunks)
         ]
         before, after = dict(self.torch.state), dict[Tensor, State]()
         with self._stepping([*gradients], own, factor):
@@ -180,8 +179,11 @@ class DiskOptimizer(ShardedOptimizer):
             gradient = self.wide.tensor(master.dtype, last - first).copy_(gradient)
         if factor != 1.0:
             gradient.mul_(factor)
-        chunks, blocks = dict(zip(job.of.states, states, strict=True)), self.runs[job.k].blocks
-        runs = [*self._inside(job.k, first, last)]
+        chunks, blocks = (
+            dict(zip(job.of.states, states, strict=True)),
+            self.runs[job.of.flat].blocks,
+        )
+        runs = [*self._inside(job.of.flat, first, last)]
         for run in runs:
             run.attach(master, gradient, *span)
             if run.param in before:
@@ -200,11 +202,11 @@ class DiskOptimizer(ShardedOptimizer):
                     self.tiers.own(value)
             run.detach()
 
-    def _inside(self, k: int, first: int, last: int) -> Iterator[FlatRun]:
+    def _inside(self, flat: Flat, first: int, last: int) -> Iterator[FlatRun]:
         """Runs with a gradient and elements in [first, last) of the block, or none on this rank."""
-        for run in self.runs[k].every:
+        for run in self.runs[flat].every:
             here = max(run.low, first) < min(run.high, last)
-            if self.flats[k].grads.used[run.indices[0]]:
+            if flat.grads.used[run.indices[0]]:
                 yield from [run] if here or (run.low == run.high and first == 0) else []
 
     def _publish_chunk(self, job: ChunkRead, narrow: Buffer, master: Buffer) -> None:
@@ -223,11 +225,13 @@ class DiskOptimizer(ShardedOptimizer):
 
     # --- checkpoints --------------------------------------------------------------------------
 
-    def room(self, k: int, index: int, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def room(
+        self, flat: Flat, index: int, key: str, size: Sequence[int], dtype: torch.dtype
+    ) -> Tensor:
         """Memory for a state that is loaded: in the file, or on the host if it has no dims."""
-        extent = self.places[k].states.get(key)
+        extent = self.places[flat].states.get(key)
         if extent is not None and len(size) and extent.dtype == dtype:
-            return self.flats[k].views.part(index, extent.tensor)
+            return flat.views.part(index, extent.tensor)
         return self.tiers.own(torch.zeros(tuple(size), dtype=dtype, device="cpu"))
 
     def expose(self) -> None:
@@ -238,14 +242,14 @@ class DiskOptimizer(ShardedOptimizer):
     @torch.no_grad()
     def loaded(self) -> None:
         """After the maps were written: copy the masters to the weights."""
-        self.follow_states(self.flats)
+        self.follow_states()
         self.disk.sync()
         self.disk.drop()
-        for k, of in enumerate(self.places):
+        for of in self.places.values():
             for number in range(0 if of.weight is of.master else of.master.chunks):
                 narrow, buffer = self.disk.acquire(), self.disk.acquire()
                 self.disk.begin_read(of.master, number, buffer).result()
-                self._publish_chunk(ChunkRead(k, of, number), narrow, buffer)
+                self._publish_chunk(ChunkRead(of, number), narrow, buffer)
                 self.disk.release(buffer)
 
 

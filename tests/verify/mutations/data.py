@@ -186,7 +186,7 @@ def a_bit_of_a_moment_flips(_, optimizer: MemoryOptimizer, flats: Any) -> None:
     """On the second rank of the axis, in one number of its first flat parameter."""
     first = optimizer.flats[0]
     if first in flats and any(first.grads.used) and first.shard_axis.rank == 1:
-        run = next(run for run in optimizer.runs[0].every if run.low < run.high)
+        run = next(run for run in optimizer.runs[first].every if run.low < run.high)
         moment = optimizer.torch.state[run.param]["exp_avg"].view(-1)[:1]
         moment.copy_(moment.view(torch.int64).bitwise_xor(1 << 54).view(moment.dtype))
 
@@ -258,26 +258,25 @@ def a_bit_of_a_replica(real, engine: Engine, batch: Any) -> Any:
 
 @ROWS.around("dp2 zero1 bf16 of gpt", MemoryOptimizer, "_update")
 def one_gradient_three_percent_too_large(real, states: MemoryOptimizer, gradients: Any, *of: Any):
-    for k in gradients.keys() & states.masters.keys():
-        flat, name = states.flats[k], "blocks.0.mlp.down.weight"
+    for flat in gradients.keys() & states.masters.keys():
+        name = "blocks.0.mlp.down.weight"
         if name in flat.names:
-            flat.views.part(flat.names.index(name), gradients[k][0]).mul_(1.03)
+            flat.views.part(flat.names.index(name), gradients[flat][0]).mul_(1.03)
     real(states, gradients, *of)
 
 
 @ROWS.around("dp2 bf16 of gpt", MemoryOptimizer, "_update")
 def masters_rounded_to_16_bits(real, states: MemoryOptimizer, gradients: Any, *args: Any) -> None:
     real(states, gradients, *args)
-    for k in gradients.keys() & states.masters.keys():
-        states.masters[k].copy_(states.flats[k].shard)
+    for flat in gradients.keys() & states.masters.keys():
+        states.masters[flat].copy_(flat.shard)
 
 
 @ROWS.around("dp2 zero1 bf16 of gpt", MemoryOptimizer, "_end_step")
-def masters_truncated(real, states: MemoryOptimizer, k: int) -> None:
-    real(states, k)
-    flat = states.flats[k]
+def masters_truncated(real, states: MemoryOptimizer, flat: Flat) -> None:
+    real(states, flat)
     if not flat.moves.offload:
-        flat.shard.copy_(truncated(states.masters[k]))
+        flat.shard.copy_(truncated(states.masters[flat]))
 
 
 @ROWS.around("dp2 zero1 offload:optim bf16 of gpt", MemoryOptimizer, "publish")

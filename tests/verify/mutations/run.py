@@ -199,7 +199,7 @@ def a_delayed_update_with_the_next_rate(real, optimizer: ShardedOptimizer, *of: 
 @ROWS.around(DELAYED, Updates, "finish")
 def a_delayed_update_not_awaited(real, updates: Updates) -> None:
     """What the device gets are the masters of before the update, or of a part of it."""
-    running, updates.running = updates.running, deque()
+    running, updates.optimizer.running = updates.optimizer.running, deque()
     real(updates)
     for _, piece in running:
         updates.optimizer.publish(piece)
@@ -208,7 +208,7 @@ def a_delayed_update_not_awaited(real, updates: Updates) -> None:
 @ROWS.around("dp2 zero1 offload:optim-delayed", Updates, "finish")
 def delayed_updates_shown_too_early(_, updates: Updates) -> None:
     """What the device gets are the masters of before the update."""
-    running, updates.running = updates.running, deque()
+    running, updates.optimizer.running = updates.optimizer.running, deque()
     updates.asked.set()
     for update, piece in running:
         updates.optimizer.publish(piece)
@@ -219,9 +219,9 @@ def delayed_updates_shown_too_early(_, updates: Updates) -> None:
 def a_load_over_a_pending_update(real, engine: Engine, *args: Any) -> Any:
     """The update is finished after the load, on the masters that it has read."""
     updates = engine.updates
-    running, updates.running = updates.running, deque()
+    running, updates.optimizer.running = updates.optimizer.running, deque()
     found = real(engine, *args)
-    updates.running = running
+    updates.optimizer.running = running
     return found
 
 
