@@ -16,7 +16,7 @@ Finite numbers whose sum overflows count as not finite.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -151,17 +151,11 @@ def _sum(x: Tensor) -> Tensor:
     return x.sum(dtype=torch.promote_types(x.dtype, torch.float32)).double()
 
 
-def _first(flats: Sequence[Flat]) -> str:
-    return first_not_finite(
-        (flat, flat.grads.gshard) for flat in flats if flat.grads.gshard is not None
-    )
-
-
 @torch.no_grad()
-def first_not_finite(blocks: Iterable[tuple[Flat, Tensor]]) -> str:
-    """The first parameter with a non-finite value in this rank's shards; "" if all are finite."""
-    for flat, values in blocks:
+def _first(flats: Sequence[Flat]) -> str:
+    """The first parameter with a non-finite gradient in this rank's shards; "" if none has."""
+    for flat, values in ((flat, flat.grads.gshard) for flat in flats):
         for name, (low, high) in zip(flat.names, flat.pieces, strict=True):
-            if not bool(values[low:high].isfinite().all()):
+            if values is not None and not bool(values[low:high].isfinite().all()):
                 return name
     return ""

@@ -235,13 +235,16 @@ def Optim(  # noqa: N802
     return OptimizerSpec(kind, options, groups or {}, elementwise, rest)
 
 
-class AdamOptions(TypedDict, total=False):
-    """The options of torch's AdamW and Adam."""
-
+class _Options(TypedDict, total=False):
     lr: float | Tensor
     weight_decay: float
     maximize: bool
     foreach: bool | None
+
+
+class AdamOptions(_Options, total=False):
+    """The options of torch's AdamW and Adam."""
+
     betas: tuple[float | Tensor, float | Tensor]
     eps: float
     amsgrad: bool
@@ -250,13 +253,9 @@ class AdamOptions(TypedDict, total=False):
     fused: bool | None
 
 
-class SGDOptions(TypedDict, total=False):
+class SGDOptions(_Options, total=False):
     """The options of torch's SGD."""
 
-    lr: float | Tensor
-    weight_decay: float
-    maximize: bool
-    foreach: bool | None
     momentum: float
     dampening: float
     nesterov: bool
@@ -272,13 +271,9 @@ class LionOptions(TypedDict, total=False):
     weight_decay: float
 
 
-class AdafactorOptions(TypedDict, total=False):
+class AdafactorOptions(_Options, total=False):
     """The options of torch's Adafactor."""
 
-    lr: float | Tensor
-    weight_decay: float
-    maximize: bool
-    foreach: bool | None
     beta2_decay: float
     eps: tuple[float | None, float]
     d: float

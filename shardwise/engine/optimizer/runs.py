@@ -26,28 +26,19 @@ from shardwise.techniques.data.flat.flat_parameter import Flat
 
 
 class FlatRun:
-    """Parameters `indices` of `flat`, all of one group of options: elements [low, high) of a block.
+    """Parameters `indices` of `of.flat`, all of one group of options: elements [low, high).
 
     param    what torch's optimizer steps on: it has data and a gradient in an update only; or
-             `target`, a whole parameter, to which owners.py gives both
+             a whole parameter that this rank may own, to which owners.py gives both
     shape    of a run that is one parameter in its own shape; None: a run has one dim
     """
 
-    def __init__(
-        self,
-        flat: Flat,
-        group: int,
-        indices: Sequence[int],
-        none: Tensor,
-        target: nn.Parameter | None,
-        *,
-        own: bool,
-    ) -> None:
-        self.flat, self.group, self.indices, self.none = flat, group, indices, none
-        self.low, self.high = flat.pieces[indices[0]][0], flat.pieces[indices[-1]][1]
-        self.shape = shape_of(flat, indices[0]) if own else None
-        self.owned = target is not None
-        self.param = nn.Parameter(none) if target is None else target
+    def __init__(self, of: "Runs", indices: Sequence[int]) -> None:
+        first, self.flat, self.indices, self.none = indices[0], of.flat, indices, of.none
+        self.low, self.high = self.flat.pieces[first][0], self.flat.pieces[indices[-1]][1]
+        self.group, self.owned = of.groups[first], first in of.owned
+        self.shape = shape_of(self.flat, first) if of.alone[first] else None
+        self.param = of.owned[first] if self.owned else nn.Parameter(of.none)
 
     def part(self, values: Tensor, first: int = 0, last: int = sys.maxsize) -> Tensor:
         """What it has of `values`, elements [first, last) of a block."""
@@ -78,10 +69,11 @@ class FlatRun:
                 found[key] = value[low:high].view(shape) if each else value.clone()
         return found
 
-    def joined(self, states: Sequence[State], blocks: Mapping[str, Tensor]) -> State | None:
+    def joined(self, given: Mapping[Tensor, State], blocks: Mapping[str, Tensor]) -> State | None:
         """Its state from those of its parameters, maybe with parts of `blocks`; None if they
         differ.
         """
+        states = [given.get(self.flat.params[i], {}) for i in self.indices]
         first = states[0]
         if self.shape is not None or any(state.keys() != first.keys() for state in states):
             return None if self.shape is None else first
@@ -90,7 +82,7 @@ class FlatRun:
             values = [state[key] for state in states]
             if isinstance(value, Tensor) and [each.shape for each in values] == shapes:
                 found[key] = self._whole(values, blocks.get(key))
-            elif all(_equal(each, value) for each in values):
+            elif all(each is value or _equal(each, value) for each in values):
                 found[key] = value
             else:
                 return None
@@ -123,23 +115,12 @@ class Runs:
         self.alone = [spec.is_whole(*each) or not each[1] for each in named]
         self.state: dict[Tensor, State] = {}
         self.blocks: Mapping[str, Tensor] = {}
-        self.every = self._cut()
+        self.every = self._longest()
 
-    def _cut(self, *, split: bool = False) -> list[FlatRun]:
-        """The longest runs; `split`: one for each parameter."""
-        kinds = [(g, i if split or self.alone[i] else None) for i, g in enumerate(self.groups)]
-        every = [[*run] for _, run in groupby(range(len(kinds)), kinds.__getitem__)]
-        return [
-            FlatRun(
-                self.flat,
-                self.groups[i[0]],
-                i,
-                self.none,
-                self.owned.get(i[0]),
-                own=self.alone[i[0]],
-            )
-            for i in every
-        ]
+    def _longest(self) -> list[FlatRun]:
+        kinds = [(g, i if self.alone[i] else None) for i, g in enumerate(self.groups)]
+        every = groupby(range(len(kinds)), kinds.__getitem__)
+        return [FlatRun(self, [*indices]) for _, indices in every]
 
     def states(self) -> dict[Tensor, State]:
         """The states of the parameters that have one."""
@@ -154,17 +135,16 @@ class Runs:
         """Let torch have these states, joined unless they differ or not all of a run are `used`."""
         for run in self.every:
             self.state.pop(run.param, None)
-        self.every, split = [], self._cut(split=True)
-        for run in self._cut():
-            states = [given.get(self.flat.params[i], {}) for i in run.indices]
-            joined = None if run.is_mixed(used) else run.joined(states, self.blocks)
-            alone = [split[i] for i in run.indices]
-            pairs = zip(alone, [[state] for state in states], strict=True)
-            for each, own in pairs if joined is None else [(run, states)]:
-                state = joined or each.joined(own, self.blocks)
-                self.every.append(each)
-                if state:
-                    self.state[each.param] = state
+        left, self.every = self._longest(), []
+        while left:
+            run = left.pop(0)
+            state = None if run.is_mixed(used) else run.joined(given, self.blocks)
+            if state is None:
+                left = [FlatRun(self, [i]) for i in run.indices] + left
+                continue
+            self.every.append(run)
+            if state:
+                self.state[run.param] = state
 
     def part(self, used: Sequence[bool]) -> None:
         """Split runs in which some parameters have a gradient and others do not."""

@@ -143,10 +143,6 @@ def optimizer_of(
     return MemoryOptimizer(spec, order, tiers, data.units)
 
 
-def size_bytes(flats: Iterable[Flat]) -> int:
-    return sum(flat.shard.nbytes for flat in flats)
-
-
 @dataclass(eq=False)
 class Updates:
     """Updates the shards of one rank.
@@ -310,7 +306,7 @@ class Updates:
         for unit in units:
             unit.to_sharded()
             part += unit.trained
-            if size_bytes(part) >= least_bytes:
+            if sum(flat.shard.nbytes for flat in part) >= least_bytes:
                 yield part
                 part = []
         if part:

@@ -103,7 +103,7 @@ class DiskOptimizer(ShardedOptimizer):
         self.tiers, self.disk = tiers, disk
         keys = streamed_keys(spec)
         self.places = {flat: FlatOnDisk(flat, disk, tiers, keys) for flat in flats}
-        self.mapped = False  # whether pages of the maps may be in memory
+        self.mapped = True  # whether pages of the maps may be in memory
         super().__init__(spec, flats, tiers, units)
         for flat, of in self.places.items():
             flat.grads.host_grad = of.gradient.tensor
@@ -112,19 +112,12 @@ class DiskOptimizer(ShardedOptimizer):
 
     def _master(self, flat: Flat) -> Tensor:
         weight, master = self.places[flat].weight, self.places[flat].master
-        if flat.dtype == master.dtype and master is not weight:
-            begin_copy(flat.shard, self.tiers, "device", "disk", master.tensor)
-        for chunk in range(master.chunks if flat.dtype != master.dtype else 0):
-            first, last = master.span(chunk)
-            narrow, wide = self.disk.acquire(), self.disk.acquire()
-            part = narrow.tensor(flat.dtype, last - first)
-            if weight is not None:
-                self.disk.begin_read(weight, chunk, narrow).result()
-            else:
-                begin_copy(flat.shard[first:last], self.tiers, "device", "host", part).wait()
-            wide.tensor(master.dtype, last - first).copy_(part)
-            self.disk.release(narrow)
-            self.disk.begin_write(master, chunk, wide)
+        if weight is None:
+            rests = begin_copy(flat.shard, self.tiers, "device", "host").wait()
+            master.tensor.copy_(rests)
+        elif master is not weight:
+            weight.sync()
+            master.tensor.copy_(weight.tensor)
         return master.tensor
 
     def owns(self) -> Iterator[Owned]:
