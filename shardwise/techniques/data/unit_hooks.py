@@ -349,8 +349,6 @@ class Data:
         self._do(acts)
         for group in (group for unit in self.units.order for group in unit.trained):
             group.grads.detach()
-            if not self.mute:
-                group.grads.show()
         if torch._C._current_graph_task_id() != -1:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -433,7 +431,7 @@ class Data:
         if not self.pace.by_hand:
             self.on_grads.quicken(self.places)
         for group in self.trained:
-            group.grads.unshow()
+            group.grads.take()
         self._do(self.order.end_backward())
         self.computes_loss = False
         if self.pace.by_hand and self.sync:
