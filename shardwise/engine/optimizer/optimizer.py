@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -129,7 +128,7 @@ class ShardedOptimizer(Optimizer, ABC):
 
     def states(self) -> dict[Tensor, State]:
         """The states by the model's parameters, of those that have one."""
-        return dict(chain.from_iterable(runs.states().items() for runs in self.runs.values()))
+        return {p: s for runs in self.runs.values() for p, s in runs.states().items()}
 
     @property
     def state(self) -> defaultdict[Tensor, State]:
@@ -150,10 +149,8 @@ class ShardedOptimizer(Optimizer, ABC):
 
     def written(self) -> dict[Tensor, State]:
         """The states that the program, or a checkpoint, has written since they were shown."""
-        states, none = (
-            {p: self.shown.get(p, {}) for p in {**self.shown, **self.versions}},
-            version({}),
-        )
+        none = version({})
+        states = {p: self.shown.get(p, {}) for p in {**self.shown, **self.versions}}
         return {p: s for p, s in states.items() if version(s) != self.versions.get(p, none)}
 
     def expose(self) -> None:
@@ -241,20 +238,19 @@ class ShardedOptimizer(Optimizer, ABC):
         """
         weights = {flat: self.block(flat) for flat in part}
         self.owners.collect(weights, None if factor is None else factor.value)
-        shown, runs = [group["params"] for group in own], [self.runs[flat] for flat in part]
+        shown = [group["params"] for group in own]
+        runs = [run for flat in part for run in self.runs[flat].every]
         self.torch.param_groups = own
         vars(self.torch)["found_inf"] = factor and factor.skips  # which torch's fused kernels read
         try:
-            for group in own:
-                group["params"] = []
-            for run in chain.from_iterable(each.every for each in runs):
-                own[run.group]["params"].append(run.param)
+            for number, group in enumerate(own):
+                group["params"] = [run.param for run in runs if run.group == number]
             yield
         finally:
             vars(self.torch)["found_inf"] = None
             for group, params in zip(own, shown, strict=True):
                 group["params"] = params
-            for run in chain.from_iterable(each.every for each in runs):
+            for run in runs:
                 run.detach()
         self.owners.give(weights)
 
@@ -414,7 +410,7 @@ class ShardedOptimizer(Optimizer, ABC):
     def owns(self) -> Iterator[Owned]:
         """Every tensor that is kept for the update."""
         yield from (("optimizer", flat, master) for flat, master in self.masters.items())
-        for run in chain.from_iterable(runs.every for runs in self.runs.values()):
+        for run in (run for runs in self.runs.values() for run in runs.every):
             # a copy: the host thread may be creating the state
             state = [*self.torch.state.get(run.param, {}).values()]
             yield from (("optimizer", run.flat, value) for value in leaves(state, Tensor))

@@ -201,8 +201,8 @@ def moment_errors(engine: Engine, before: Moments) -> Errors:
 
 def published(engine: Engine) -> Errors:
     """Whether flat parameters in 16 bits are their rounded masters; `boxes()` finished updates."""
-    flats, facts = engine.optimizer.flats, dict[str, bool]()
-    for k, master in engine.optimizer.masters.items():
-        rounded, found = master.to(flats[k].dtype), flats[k].shard
-        facts[f"{flats[k].names[0]} in 16 bits"] = torch.equal(rounded.to(found.device), found)
+    facts = dict[str, bool]()
+    for flat, master in engine.optimizer.masters.items():
+        rounded, found = master.to(flat.dtype), flat.shard
+        facts[f"{flat.names[0]} in 16 bits"] = torch.equal(rounded.to(found.device), found)
     return Errors.of_facts("update", facts)

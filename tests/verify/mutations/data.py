@@ -13,7 +13,6 @@ from shardwise.engine.batch import filled
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.engine import Engine
 from shardwise.engine.one_stage import OneStage
-from shardwise.engine.optimizer import updating
 from shardwise.engine.optimizer.norm import LossScale, LossWeights
 from shardwise.engine.optimizer.optimizer import Factor, ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
@@ -172,7 +171,7 @@ def the_last_units_not_updated(real, updates: Updates, units: Any, least_bytes: 
     """Without clipping units are updated as they arrive: those left at the end are forgotten."""
     enough = 0 if math.isinf(least_bytes) else updates.early_bytes or 0
     for part in real(updates, units, least_bytes):
-        if updating.size_bytes(part) >= enough:
+        if sum(flat.shard.nbytes for flat in part) >= enough:
             yield part
 
 

@@ -158,11 +158,8 @@ class FlatGradient:
             self.grad = arena.empty((plan.padded,), self.like)
         assert self.grad is not None
         self.grad_views = self.views.every(self.grad)
-        used = 0
-        for offset, numel in zip((*plan.offsets, plan.padded), (*plan.numels, 0), strict=True):
-            if offset > used:  # padding is summed like the rest: it must be a number
-                self.grad[used:offset].zero_()
-            used = offset + numel
+        for low, high in self.views.gaps:  # they are summed like the rest: they must be numbers
+            self.grad[low:high].zero_()
         if not self.moves.each_backward:
             self.gshard = self.views.block(self.grad)
 

@@ -62,6 +62,10 @@ class FlatViews:
         ]
         self.plan = flatten([shape.numel() for shape in shapes], element_bytes, ranks)
         self.pieces = [self.plan.piece(index, rank) for index in range(len(self.shapes))]
+        offsets, numels = self.plan.offsets, self.plan.numels
+        ends = [0, *(offset + numel for offset, numel in zip(offsets, numels, strict=True))]
+        pairs = zip(ends, [*offsets, self.plan.padded], strict=True)
+        self.gaps = [(end, begin) for end, begin in pairs if begin > end]  # the padding
 
     def block(self, whole: Tensor) -> Tensor:
         if self.plan.ranks == 1:
