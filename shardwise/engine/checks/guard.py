@@ -154,8 +154,11 @@ def _sum(x: Tensor) -> Tensor:
 @torch.no_grad()
 def _first(flats: Sequence[Flat]) -> str:
     """The first parameter with a non-finite gradient in this rank's shards; "" if none has."""
-    for flat, values in ((flat, flat.grads.gshard) for flat in flats):
-        for name, (low, high) in zip(flat.names, flat.pieces, strict=True):
-            if values is not None and not bool(values[low:high].isfinite().all()):
-                return name
-    return ""
+    blocks = ((flat, flat.grads.gshard) for flat in flats)
+    named = (
+        (name, block[low:high])
+        for flat, block in blocks
+        if block is not None
+        for name, (low, high) in zip(flat.names, flat.pieces, strict=True)
+    )
+    return next((name for name, part in named if not bool(part.isfinite().all())), "")

@@ -235,16 +235,13 @@ def Optim(  # noqa: N802
     return OptimizerSpec(kind, options, groups or {}, elementwise, rest)
 
 
-class _Options(TypedDict, total=False):
+class AdamOptions(TypedDict, total=False):
+    """The options of torch's AdamW and Adam."""
+
     lr: float | Tensor
     weight_decay: float
     maximize: bool
     foreach: bool | None
-
-
-class AdamOptions(_Options, total=False):
-    """The options of torch's AdamW and Adam."""
-
     betas: tuple[float | Tensor, float | Tensor]
     eps: float
     amsgrad: bool
@@ -253,9 +250,13 @@ class AdamOptions(_Options, total=False):
     fused: bool | None
 
 
-class SGDOptions(_Options, total=False):
+class SGDOptions(TypedDict, total=False):
     """The options of torch's SGD."""
 
+    lr: float | Tensor
+    weight_decay: float
+    maximize: bool
+    foreach: bool | None
     momentum: float
     dampening: float
     nesterov: bool
@@ -271,9 +272,13 @@ class LionOptions(TypedDict, total=False):
     weight_decay: float
 
 
-class AdafactorOptions(_Options, total=False):
+class AdafactorOptions(TypedDict, total=False):
     """The options of torch's Adafactor."""
 
+    lr: float | Tensor
+    weight_decay: float
+    maximize: bool
+    foreach: bool | None
     beta2_decay: float
     eps: tuple[float | None, float]
     d: float
