@@ -20,7 +20,7 @@ LAYERS = (
     *("verify", "train", "hf", "face", "cli", "benchmarks"),
 )
 #: Files in the folder of a technique that hold values, as core does; and those that apply it to a
-#: model, as engine does. Those that begin with `price` are predictions.
+#: model, as engine does.
 VALUES = (
     *("word", "styles", "tensor_table", "table_check"),
     *("positions", "stage_io", "layer_plan"),
@@ -104,8 +104,6 @@ def layer_of_technique(file: str) -> str:
     """The layer of a file in the folder of a technique, or none of its own: most run on a rank."""
     if file in VALUES:
         return "core"
-    if file.startswith("price"):
-        return "prediction"
     return "engine" if file in APPLIED else ""
 
 

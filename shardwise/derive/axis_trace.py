@@ -74,7 +74,6 @@ class OperationTrace:
         #: the positions of each embedding's output, in the order of calls; and what is made of them
         self.sequences: list[TracedAxis] = []
         self.positions: list[TracedAxis] = []
-        self.tape = NoTape()
         self._known: dict[Key, Dims] = {}
         self._active: set[Key] = set()  # tensors that depend on parameters
         self._whole: dict[Key, TracedLayer] = {}  # undivided outputs of layers
@@ -157,7 +156,7 @@ class OperationTrace:
             if y.numel():
                 self._result(func, given, args, y, place)
 
-    def attention(self, given: Sequence[Tensor], out: Tensor, _: int) -> None:
+    def attention(self, given: Sequence[Tensor], out: Tensor) -> None:
         """A fused attention on the meta device; it raises as on others for a mask of all heads."""
         query, key, *rest = given
         scores = (*query.shape[:-1], key.shape[-2])
@@ -274,12 +273,6 @@ def traced(
         call(model)
     trace.settle()
     return trace
-
-
-class NoTape:
-    """Takes the place of a recorded pass's tape; no tensor is saved for a backward pass."""
-
-    saves = 0
 
 
 def named(func: Any) -> str:

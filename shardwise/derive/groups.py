@@ -20,12 +20,14 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.comm.world import traced as counting_world
 from shardwise.core.layouts.uneven import even
+from shardwise.core.mesh import TENSOR, Mesh
 from shardwise.core.plan.plan import Plan
 from shardwise.derive.axis_rules import TracedAxis, leaves
 from shardwise.derive.axis_trace import OperationTrace, TracedLayer, traced
-from shardwise.engine.plain_pass import on_tensor_axis
-from shardwise.observe.meta_pass import UNKNOWN
+from shardwise.observe.meta_pass import UNKNOWN, meta_copy, value_copy
+from shardwise.techniques.tensor import apply as tensor_parallel
 from shardwise.techniques.tensor.tensor_table import Table
 
 #: Of more groups that exclude each other, the largest are considered.
@@ -223,7 +225,7 @@ def keeps_shapes(
     ranks = model.plan.size
     for rank in {0, ranks - 1}:
         try:
-            laid_out = on_tensor_axis(model.plain, model.plan, rank, table)
+            laid_out = _on_tensor_axis(model.plain, model.plan, rank, table)
             checked = traced(laid_out, {}, model.call).checked
         except UNKNOWN:
             return False
@@ -238,3 +240,16 @@ def keeps_shapes(
         if found != expected:
             return False
     return True
+
+
+def _on_tensor_axis(plain: nn.Module, plan: Plan, rank: int, table: Table | None) -> nn.Module:
+    """A copy of a plain model, sharded for `rank` under the styles of `table`; nothing is sent.
+    It is on the device of `plain` (meta or CPU).
+    """
+    on_meta = any(p.is_meta for p in plain.parameters())
+    laid_out = (meta_copy if on_meta else value_copy)(plain)
+    ranks = plan.mesh.size_of(TENSOR)
+    place = plan.mesh.coordinate(rank).get(TENSOR, 0)
+    world = counting_world(place, ranks).on(Mesh(((TENSOR, ranks),)))
+    tensor_parallel.lay_out(laid_out, world, plan.sp, table)
+    return laid_out

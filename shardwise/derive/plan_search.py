@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.comm.parameter import parameter_like
 from shardwise.core.errors import InputError, bad
+from shardwise.core.layouts.uneven import Counts
 from shardwise.core.mesh import TENSOR
 from shardwise.core.model_spec import Blocks
 from shardwise.core.plan.plan import Plan
@@ -23,13 +25,14 @@ from shardwise.derive.search.result import PlanTask, SearchResult
 from shardwise.derive.search.search import best_plans
 from shardwise.derive.table import table_or_derived
 from shardwise.engine.options import EngineOptions, Loss
-from shardwise.engine.plain_pass import plain_copy, stage_counts
 from shardwise.engine.predict import Predictor
 from shardwise.observe.dry_engine import dry_step, with_few_microbatches
 from shardwise.observe.meta_pass import UNKNOWN
 from shardwise.prediction.cluster import Cluster, cluster_of
 from shardwise.prediction.prediction import DryStep, Prediction
 from shardwise.techniques.expert.apply import shapes_of
+from shardwise.techniques.pipeline.partition import calls_of, candidates, starts
+from shardwise.techniques.pipeline.trace.placeholders import Calls
 
 #: The plans that are predicted.
 COUNT: Final = 8
@@ -42,7 +45,7 @@ class SearchedModel:
 
     def __init__(self, model: nn.Module, batch: Any, options: EngineOptions) -> None:
         self.model, self.batch, self.options = model, batch, options
-        self.counts = stage_counts(plain_copy(model, PLAIN), options)
+        self.calls, self.counts = cache(self._calls), cache(self._counts)
         self.blocks = blocks = equal_blocks(model)
         self.copy = cache(lambda n: shortened(model, blocks, n) if blocks and n else model)
         self.predicted = cache(self._predicted)
@@ -61,6 +64,15 @@ class SearchedModel:
         axes = ("dp", 1), (TENSOR, plan.mesh.size_of(TENSOR))
         own = replace(PLAIN, axes=axes, context=plan.context, sp=plan.sp, recompute=plan.recompute)
         return self.of(own, 1, depth=depth)
+
+    def _calls(self) -> Calls:
+        return calls_of(self.model, self.options.objective)
+
+    def _counts(self, stages: int) -> Counts:
+        """The blocks, or else layers, of so many stages. Raises InputError for too few."""
+        cuts = candidates(self.model, stages, self.calls())
+        begin = [cuts.index(name) for name in starts(self.model, stages, None, self.calls())]
+        return tuple(b - a for a, b in pairwise((0, *begin, len(cuts))))
 
     def _predicted(self, plan: Plan, rows: int, depth: int | None) -> Prediction:
         model = self.copy(depth)

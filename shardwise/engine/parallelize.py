@@ -1,7 +1,7 @@
 """`sw.parallelize`: checks all arguments, then builds the engine.
 
-A recomputation with a budget, or in arenas, is predicted from the unsharded model: the engine keeps
-a copy of it on the meta device, with the model's own buffers.
+A recomputation with a budget, or in arenas, is decided by dry runs of the unsharded model: the
+engine keeps a copy of it on the meta device, with the model's own buffers.
 """
 
 import sys
@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.comm.world import World, init
-from shardwise.core.model_spec import PlainPass
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
 from shardwise.core.tools.arguments import CHECK_EVERY
@@ -24,7 +23,6 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer.elementwise import require_possible
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.options import Build, EngineOptions, Loss, Training
-from shardwise.engine.plain_pass import plain_pass
 from shardwise.engine.rank_zero_weights import missing_weights
 from shardwise.observe import meta_pass
 from shardwise.observe.work import kernels_of
@@ -34,9 +32,12 @@ from shardwise.techniques.data.buffers import normal_mode
 from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.techniques.expert.apply import check_experts
 from shardwise.techniques.pipeline import stage_module, weight_stashing
-from shardwise.techniques.recompute.apply import Recomputation, on_host, recomputed_modules
-from shardwise.techniques.recompute.price import kept_slots
-from shardwise.techniques.recompute.word import recompute_budget
+from shardwise.techniques.recompute.apply import (
+    Foreseen,
+    Recomputation,
+    on_host,
+    recomputed_modules,
+)
 from shardwise.techniques.tensor import first_step
 from shardwise.techniques.tensor.apply import layer_tables, table_for
 from shardwise.techniques.tensor.tensor_table import Table
@@ -119,7 +120,7 @@ def build_engine(
     layers = layer_tables(model, plan, options.table)
     calls = stage_module.calls_under(plan, model, objective)
     begin = stage_module.stage_starts(model, plan, options.stages, calls)
-    recomputed = recomputation(model, plan, world.rank, objective, options, begin)
+    recomputed = recomputation(model, plan, world.rank, options, begin)
     clip = weight_stashing.require(model, plan, begin, options)
     rerun.require(plan, options.checks)
     if world.rank == 0 and not world.dry:
@@ -195,21 +196,19 @@ def recomputation(
     model: nn.Module,
     plan: Plan,
     rank: int,
-    objective: Loss,
     options: EngineOptions,
     starts: Sequence[str] = (),
 ) -> Recomputation:
     """The recomputation of a model that is not sharded yet."""
     kinds = recomputed_modules(model, plan, options.units, starts)
-    budget = recompute_budget(plan.recompute)
-    if not budget and not (plan.arenas and kinds):
+    if not plan.recompute_budget_bytes and not (plan.arenas and kinds):
         hosted = on_host(model, plan, options.units, kinds, starts)
         return Recomputation(kinds, hosted=hosted, everything=plan.activations is not None)
     plain = meta_pass.template(model)
 
-    def passed(batch: Any) -> PlainPass:
-        return plain_pass(plain, plan, rank, batch, objective, options)
+    def before(batch: Any) -> Foreseen:
+        from shardwise.observe.foreseen import foreseen  # builds an engine
 
-    if not budget:
-        return Recomputation(kinds, sizes=lambda batch: kept_slots(passed(batch), plan, rank))
-    return Recomputation(kinds, lambda batch: passed(batch).recomputed)
+        return foreseen(plain, plan, options, rank, batch)
+
+    return Recomputation(kinds, before)

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
-from typing import Any, Final, NamedTuple, get_args
+from threading import RLock
+from typing import Any, Final, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +26,14 @@ from shardwise.comm.fake import FakeLinks
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.unchanged import kept_values
 from shardwise.comm.world import world_of
-from shardwise.core.errors import InputError
+from shardwise.core.errors import InputError, bad
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import moments
 from shardwise.core.schedule.library import allowed, updates
 from shardwise.core.schedule.schedule import Action, Step, Transfer
 from shardwise.core.tally import Key, Tally
+from shardwise.core.tools.tree import leaves
 from shardwise.core.zero import Tier
 from shardwise.engine import memory
 from shardwise.engine.batch import computed_parts, split
@@ -39,13 +41,15 @@ from shardwise.engine.checks.consistency import CHECKED_STEPS
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine
-from shardwise.engine.plain_pass import shapes_of, valueless
 from shardwise.observe.issues import Issues
 from shardwise.observe.meta_pass import UNKNOWN, AsOn, ToMeta, meta_copy, value_copy
 from shardwise.observe.step_bytes import KeptBytes, StepBytes
 from shardwise.observe.work import Kernels, in_backward
 from shardwise.prediction.prediction import DryStep
 
+T = TypeVar("T")
+#: A dry run restores torch's global generator: ranks in threads make one at a time.
+ALONE: Final = RLock()
 #: The totals of lines of the ledger.
 Tallies = dict[Key, Tally]
 _CPU: Final = torch.device("cpu")
@@ -238,14 +242,25 @@ class DryRun:
         note.remove()
         return next(iter(before_update), first.most) - rested
 
-    def _watched(self, batch: Any, step: StepBytes, kept: KeptBytes) -> MicrobatchTallies:
+    def kept(self, batch: Any, kinds: Mapping[str, str]) -> KeptBytes:
+        """What autograd keeps in a later step with modules that are recomputed so."""
+        with self.running() as engine:
+            engine.recompute.foresee = None
+            engine.recompute.set_kinds(kinds)
+            if not engine.steps_run:
+                engine.step(batch)  # keeps more
+            kept = KeptBytes(engine, batch)
+            self._watched(batch, None, kept)
+        return kept
+
+    def _watched(self, batch: Any, step: StepBytes | None, kept: KeptBytes) -> MicrobatchTallies:
         engine = self.engine
         passes: Any = engine.passes
         shares = MicrobatchTallies(engine.ledger)
 
         def watch(action: Step) -> None:
             shares.see(action)
-            if step.issues is not None and isinstance(action, Action):
+            if step is not None and step.issues is not None and isinstance(action, Action):
                 step.issues.found.append(action)
             if engine.staging is not None:
                 kept.look()
@@ -253,7 +268,7 @@ class DryRun:
         passes.watch = watch
         if engine.staging is None:
             self.seen = kept.look
-        self.mode.seen = step.see
+        self.mode.seen = None if step is None else step.see
         with saved_tensors_hooks(kept.saved.save, lambda x: x):
             engine.step(batch)
         engine.wait()
@@ -304,20 +319,43 @@ def dry_step(
     `brief`, of so few that it only shows what each action issues. `whole`: the plan of which `plan`
     has few. Raises InputError like `parallelize`, and for a model on meta that does not run there.
     """
-    few, parts = _few(plan, batch, options, rank, brief=brief), parts and not brief
-    of = few.batch, whole or plan
-    with kept_values(batch):
+    brief = brief and not plan.recompute_budget_bytes  # whose choice is that of the whole step
+    of, parts = whole or plan, parts and not brief
+
+    def act(run: DryRun, batch: Any) -> DryStep:
+        return run.step(batch, of, parts=parts)
+
+    found, note = on_few(model, plan, batch, options, rank, act, brief=brief)
+    return replace(found, note=note)
+
+
+def on_few(
+    model: nn.Module,
+    plan: Plan,
+    batch: Any,
+    options: EngineOptions,
+    rank: int,
+    act: Callable[[DryRun, Any], T],
+    *,
+    brief: bool = False,
+) -> tuple[T, str]:
+    """The result of `act(run, batch)` with few microbatches, as those of `dry_step`, and a note on
+    what it depends on. Raises InputError like `parallelize`, and for a model on meta that does not
+    run there; a model with values then runs on the CPU.
+    """
+    few = _few(plan, batch, options, rank, brief=brief)
+    with ALONE, kept_values(batch):
         try:
-            return DryRun(model, few.plan, options, rank).step(*of, parts=parts)
+            return act(DryRun(model, few.plan, options, rank), few.batch), ""
         except UNKNOWN as error:
             has_values = not any(p.is_meta for p in model.parameters())
             if not has_values and isinstance(error, InputError):
                 raise
             if not has_values:
-                raise valueless(model) from error
+                raise _valueless(model) from error
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        found = DryRun(model, few.plan, options, rank, real=True).step(*of, parts=parts)
-        return replace(found, note=f"the step depends on values of the batch (on meta: {why})")
+        run = DryRun(model, few.plan, options, rank, real=True)
+        return act(run, few.batch), f"the step depends on values of the batch (on meta: {why})"
 
 
 def with_few_microbatches(plan: Plan, rank: int) -> Plan:
@@ -343,7 +381,7 @@ class _Few(NamedTuple):
 def _few(plan: Plan, batch: Any, options: EngineOptions, rank: int, *, brief: bool) -> _Few:
     """With the fewest equal microbatches that keep as much at once as all of them."""
     parts = computed_parts(batch, plan.microbatches, plan.cut, options.rows)
-    if len({shapes_of(part) for part in parts}) > 1:
+    if len({_shapes(part) for part in parts}) > 1:
         return _Few(plan, batch)
     runs = _least(plan.accumulate, 1 if brief else MICROBATCHES)
     fewer, stages = replace(plan, accumulate=runs), plan.mesh.size_of(PIPELINE)
@@ -373,3 +411,15 @@ def _least(number: int, least: int, turn: int = 1) -> int:
     itself if none is.
     """
     return next((n for n in range(least, number) if number % n == n % turn == 0), number)
+
+
+def _shapes(part: Any) -> tuple[Any, ...]:
+    return tuple((x.shape, x.dtype) for x in leaves(part, Tensor, objects=True))
+
+
+def _valueless(model: nn.Module) -> Exception:
+    return bad(
+        f"a {type(model).__name__} on the meta device whose forward reads values",
+        "a model that computes tensors from tensors, or one with its weights",
+        "the model built on the CPU",
+    )

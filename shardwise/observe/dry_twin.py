@@ -9,8 +9,7 @@ many steps were taken, how many of them were not skipped, and whether an update 
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from threading import RLock
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -23,13 +22,11 @@ from shardwise.engine import memory
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.step_end import Progress
-from shardwise.observe.dry_engine import DryRun
+from shardwise.observe.dry_engine import ALONE, DryRun
 from shardwise.observe.measured_timeline import measuring
 from shardwise.observe.meta_pass import UNKNOWN
 
 T = TypeVar("T")
-#: A dry run restores torch's global generator: ranks in threads make one at a time.
-ALONE: Final = RLock()
 
 
 class DryTwin:

@@ -1,37 +1,26 @@
-"""Models on the meta device: copies of them, what their tensors report and compute, and the tape of
-a forward pass.
+"""Models on the meta device: copies of them, and what their tensors report and compute.
 
 A pass computes no values and allocates no memory. A model whose forward reads values
 (`if x.max() > 0:`) cannot run there.
 """
 
 import copy
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.parameter import attributes, meta_parameters
-from shardwise.comm.unchanged import kept_values
-from shardwise.core.model_spec import Tape
-from shardwise.core.tools.tree import leaves
 from shardwise.observe import work
 from shardwise.observe.meta_results import MetaResults
-from shardwise.observe.recorded_tape import TapeRecorder
 from shardwise.observe.work import FusedAttention, Kernels
-from shardwise.techniques.data.outputs import tensors_in
 
-#: Changes a model during a pass.
-Around = Callable[[nn.Module], AbstractContextManager[None]]
 #: Errors that a forward that reads values raises on meta.
 UNKNOWN = (RuntimeError, NotImplementedError, ValueError, TypeError, LookupError, AttributeError)
 
@@ -54,90 +43,12 @@ def template(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(x): x for x in attributes(model)} | meta_parameters(model))
 
 
-def tape_of(
-    model: nn.Module,
-    call: Callable[[nn.Module, Any], Tensor],
-    batch: Any,
-    around: Around,
-    *,
-    kernels: Kernels = "cpu",
-) -> Tape:
-    """What autograd keeps of `call(model, batch)`, where `model` is on meta. `around` computes a
-    rank's positions. Raises torch's error if the forward reads values of the model.
-    """
-    external = [*model.parameters(), *model.buffers(), *leaves(batch, Tensor, objects=True)]
-    record = _Record(external)
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(kept_values(batch))
-        if "torch._dynamo" in sys.modules:  # otherwise no module is compiled
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(record.watching(model))
-        stack.enter_context(saved_tensors_hooks(record.save, record.saved.__getitem__))
-        stack.enter_context(as_on(torch.device("cpu"), record, kernels=kernels))
-        stack.enter_context(around(model))
-        call(model, batch)
-    record.saved.clear()
-    return record.tape.done()
-
-
-class _Record:
-    """The tape so far, with the modules that are running."""
-
-    def __init__(self, external: list[Any]) -> None:
-        self.tape = TapeRecorder(external)
-        self.inside = [""]  # innermost last
-        self.saved = list[Tensor]()
-
-    @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
-        """Set hooks on every module of the model during a pass."""
-        handles: list[Any] = []
-        for name, module in model.named_modules():
-            begin, end = partial(self._begin, name), partial(self._end, name)
-            handles.append(module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True))
-            handles.append(module.register_forward_hook(end))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def save(self, x: Tensor) -> int:
-        """Keep `x` here: nobody runs the backward pass that would free it in the graph."""
-        self.tape.save(x, self.inside[-1])
-        self.saved.append(x)
-        return len(self.saved) - 1
-
-    def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """An operation below autograd."""
-        self.tape.operation(self.inside[-1], func, args, kwargs, out)
-
-    def attention(self, inputs: Sequence[Tensor], out: Tensor, saves: int) -> None:
-        """Record a fused attention with output `out`, before which autograd had saved `saves`."""
-        query, key, value = inputs[:3]
-        self.tape.attention(self.inside[-1], (query, key, value), out, saves)
-
-    def _begin(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        self.inside.append(name)
-        self.tape.take(name, tensors_in((args, kwargs)))
-
-    def _end(self, name: str, _: nn.Module, __: Any, out: Any) -> None:
-        self.inside.pop()
-        self.tape.give(name, tensors_in(out))
-
-
 class PassRecorder(Protocol):
-    """Records the operations of a pass, for predictions or to derive a table."""
-
-    @property
-    def tape(self) -> Any:
-        """Its `saves` counts the tensors that autograd has saved."""
+    """Records the operations of a pass, to derive a table."""
 
     def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None: ...
 
-    def attention(self, inputs: Sequence[Tensor], out: Tensor, saves: int, /) -> None:
+    def attention(self, inputs: Sequence[Tensor], out: Tensor, /) -> None:
         """A fused attention on the meta device of query, key, value and perhaps a mask."""
 
 
@@ -226,11 +137,10 @@ class AsOn(TorchFunctionMode):
         how = work.attention_on(self.kernels, inputs, mask, drops, causal=causal)
         if how is None:  # torch compares the devices before it dispatches
             return func(*_all_moved(args), **_all_moved(kwargs))
-        saves = 0 if self.record is None else self.record.tape.saves
         out = FusedAttention.apply(*inputs, mask, how)
         if self.record is not None:
             given = [*inputs, *([] if mask is None else [mask])]
-            self.record.attention(given, out, saves)
+            self.record.attention(given, out)
         return out
 
 

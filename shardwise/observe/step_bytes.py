@@ -11,6 +11,7 @@ live may be more than ever.
 What a kernel takes and returns inside of one operation is not seen, nor is the batch.
 """
 
+from collections import Counter
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -47,18 +48,22 @@ class SavedStorages:
 
 class KeptBytes:
     """The most that autograd, and recomputed modules, keep for the backward pass at a `look`.
-    Parameters, what else the engine owns, and the batch are not among it.
+    Parameters, what else the engine owns, and the batch are not among it. `slots` has the sizes of
+    the kept inputs that belong in an arena, with the most of each size.
     """
 
     def __init__(self, engine: Engine, batch: Any) -> None:
         self.engine, self.saved = engine, SavedStorages()
         self.batch = {x.untyped_storage()._cdata for x in leaves(batch, Tensor, objects=True)}
         self.most = self.most_on_host = 0
+        self.slots = Counter[int]()
 
     def look(self) -> None:
         """Count what is kept now."""
         world, recomputation = self.engine.world, self.engine.recompute
         tiers, host = world.tiers, recomputation.host
+        if world.arenas.kept.memory is None:
+            self.slots |= sum((m.slots() for m in recomputation.modules.values()), Counter[int]())
         for x in (x for one in recomputation.modules.values() for x in one.kept_tensors()):
             if not world.arenas.hold(x):
                 self.saved.save(x)

@@ -1,1 +1,1 @@
-"""The techniques, a folder each: words, values, prices, what a rank does, how it is applied."""
+"""The techniques, a folder each: words, values, what a rank does, how it is applied."""

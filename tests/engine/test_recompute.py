@@ -19,11 +19,11 @@ import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
-from shardwise.core.model_spec import SMALL_BYTES
 from shardwise.models import gpt
 from shardwise.observe.meter import Meter
 from shardwise.techniques.recompute.checkpointed import FULL, SELECTIVE, recompute
 from shardwise.techniques.recompute.choice import chosen
+from shardwise.techniques.recompute.host_activations import SMALL_BYTES
 from shardwise.techniques.recompute.kept import Generators, Inputs
 from tests.engine.cases import Case, build, rows_task, settled, small_gpt
 from tests.engine.zoo import Stack

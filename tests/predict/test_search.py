@@ -274,6 +274,7 @@ def test_no_stage_of_an_uneven_plan_exceeds_the_memory() -> None:
     [
         ("dp4 tp2 sp zero3 bf16 recompute:full", 12, 512, 2, 1e-6),
         ("dp2 zero1 bf16", 12, 512, 2, 1e-6),
+        ("dp2 zero1 bf16 recompute:400KiB", 12, 512, 4, 0.01),
         ("pp2 dp1 1f1b:4 bf16", 13, 2048, 2, 0.01),
         pytest.param("pp16 dp4 zb-h1:16 bf16", 80, 512, 2, 0.01, marks=pytest.mark.full),
     ],

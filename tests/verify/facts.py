@@ -10,13 +10,13 @@ from dataclasses import replace
 import torch
 
 from shardwise.comm.world import World
-from shardwise.core.model_spec import SMALL_BYTES
 from shardwise.core.plan.plan import Plan
 from shardwise.core.zero import GATHERED, KEPT, PREDICTED, TEMPORARY, Event
 from shardwise.observe.dry_engine import dry_step
 from shardwise.observe.dry_twin import ALONE
 from shardwise.observe.measured_timeline import dry_events, measuring
 from shardwise.prediction.prediction import DryStep
+from shardwise.techniques.recompute.host_activations import SMALL_BYTES
 from shardwise.verify import parity
 from shardwise.verify.inputs import Options
 from shardwise.verify.oracles.batches import ragged

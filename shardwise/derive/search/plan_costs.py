@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import torch
+from torch import Tensor
+
 from shardwise.core.errors import InputError
 from shardwise.core.layouts.uneven import Counts
 from shardwise.core.mesh import PIPELINE, TENSOR
@@ -23,7 +26,7 @@ from shardwise.core.plan.words import size_text
 from shardwise.core.schedule.library import allowed, entry
 from shardwise.core.zero import ROWS, bytes_per_parameter
 from shardwise.derive.search.result import Candidate, RankedPlan, RefusedPlan
-from shardwise.engine.plain_pass import state_tensors
+from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.prediction.cluster import Cluster
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.time.issued import Operation
@@ -46,8 +49,6 @@ GATHERED: Final = (4, 5)
 NEAR: Final = 0.9
 #: A budget of activations is found in so many predictions.
 BUDGETS: Final = 2
-#: The blocks of a copy of which some are recomputed.
-MIXED: Final = 8
 
 
 class RowCosts(NamedTuple):
@@ -190,28 +191,22 @@ class PlanCosts:
         return found
 
     def _copies_of_budget(self, candidate: Candidate, number: int) -> list[Copy]:
-        """A copy that recomputes some blocks under its part of the budget, and copies that
-        recompute all.  What the first one saves grows with what it keeps, until that is the budget.
+        """Copies that recompute all blocks in one way, and copies that do so in the way that keeps
+        more, weighted by the blocks that the budget allows of each (observe/foreseen.py).
         """
         (plan, rows), budget = candidate, candidate.plan.recompute_budget_bytes
-        if plan.pipeline is not None or number <= MIXED:
+        if plan.pipeline is not None:
             return [Copy(1.0, plan)]
-        copies = self._copies(Candidate(replace(plan, recompute="full"), rows))
-        (a, kept), (b, more) = (
-            (each.depth or 0, self.model.of(each.plan, rows, depth=each.depth).activations)
-            for each in copies
-        )
-        block = (more - kept) / (b - a)
-        none, part, whole = (kept + (n - a) * block for n in (0, MIXED, number))
-        own = size_text(int(none + (budget - none) * MIXED / number))
-        mixed = Copy(1.0, replace(plan, recompute=own), MIXED)
-        saved = self.model.of(mixed.plan, rows, depth=MIXED).activations - part
-        times = (budget - whole) / saved if saved > 0 else 0.0
-        less = _line(a, b, MIXED)
-        full = [
-            each._replace(weight=each.weight - times * less[each.depth or 0]) for each in copies
-        ]
-        return [mixed._replace(weight=times), *full]
+        before, more = list[Copy](), 0.0
+        for kind in (None, "selective", "full"):
+            copies = self._copies(Candidate(replace(plan, recompute=kind), rows))
+            found = [self.model.of(each.plan, rows, depth=each.depth) for each in copies]
+            kept = _sum(copies, [each.activations for each in found])
+            if kept <= budget or kind == "full":
+                part = (budget - kept) // ((more - kept) / number) / number if before else 0.0
+                return [*_times(1 - part, copies), *_times(part, before)]
+            before, more = copies, kept
+        raise AssertionError("full recomputation is the last")
 
     def _counts(self, plan: Plan) -> Counts:
         """The blocks of each stage; of the model without a pipeline."""
@@ -322,7 +317,7 @@ class PlanCosts:
         those of blocks.
         """
         (few, more), blocks = DEPTHS, self.model.blocks
-        states = state_tensors(self.model.options.spec)
+        states = _state_tensors(self.model.options.spec)
         first = self._costs(self.model.one_row(plan, few if blocks else None))
         if blocks is None:
             return ModelCosts(first, _weighted((0.0, first)), states)
@@ -353,6 +348,16 @@ class PlanCosts:
         computing_s = sum(x.done_flops / self.cluster.flops_per_s(precision(x)) for x in products)
         moved_bytes = sum(each.moved_bytes for each in operations if not each.done_flops)
         return computing_s + SHARED * moved_bytes / self.cluster.bytes_per_s
+
+
+def _state_tensors(spec: OptimizerSpec) -> int:
+    """The optimizer states of the size of a parameter, of the first group."""
+    state = spec.first_state(0, (2, 3), torch.float32).values()
+    return sum(isinstance(x, Tensor) and x.shape == (2, 3) for x in state)
+
+
+def _times(part: float, copies: Iterable[Copy]) -> list[Copy]:
+    return [each._replace(weight=part * each.weight) for each in copies]
 
 
 def _line(a: int, b: int, at: int) -> dict[int, float]:

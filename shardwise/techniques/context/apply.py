@@ -1,12 +1,10 @@
 """Context parallelism in an engine: its axes, this rank's positions, and its attention."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from shardwise.comm.move import begin_sum, open_ways
 from shardwise.comm.world import Axis, World
@@ -14,7 +12,7 @@ from shardwise.core.applied import Applied
 from shardwise.core.errors import bad
 from shardwise.core.mesh import CONTEXT
 from shardwise.core.plan.plan import Plan
-from shardwise.techniques.context.attention import attention, require_heads
+from shardwise.techniques.context.attention import attention
 from shardwise.techniques.context.cut_batch import Sequences, cut_batch, length_of
 from shardwise.techniques.context.operations import OwnPositions
 from shardwise.techniques.context.positions import cut_of
@@ -147,68 +145,3 @@ def part_of(plan: Plan, part: Any, rank: int, *, shifts: bool) -> tuple[Any, Seq
             "longer sequences, or sequences that are padded",
         )
     return cut_batch(part, cut_of(length, plan.context), rank, shifts=shifts)
-
-
-# --- the recorded pass -----------------------------------------------------------------------
-
-
-class RecordedPositions:
-    """A pass on meta over one rank's positions; `tokens`: the user counts those of a batch."""
-
-    def __init__(self, model: nn.Module, plan: Plan, rank: int, *, tokens: bool) -> None:
-        self.plan, self.rank, self.tokens = plan, plan.coordinate(rank)[CONTEXT], tokens
-        self.shifts = plan.cp > 1 and require_model(model, plan)
-        self.of: list[tuple[Any, Sequences]] = []
-        self.mode: OwnPositions | None = None
-
-    def enter(self, part: Any) -> None:
-        if self.mode is not None:
-            self.mode.of = next(of for own, of in self.of if own is part)
-
-    def cut(self, parts: Sequence[Any]) -> list[Any]:
-        if self.plan.cp == 1:
-            return [*parts]
-        self.of = [part_of(self.plan, part, self.rank, shifts=self.shifts) for part in parts]
-        return [part for part, _ in self.of]
-
-    @contextmanager
-    def around(self, model: nn.Module) -> Iterator[None]:
-        """Inside, `model` computes this rank's positions."""
-        if self.plan.cp == 1:
-            yield
-            return
-        self.mode = OwnPositions(self._attend, lambda x: x)
-        self.mode.of_model(model)
-        self.mode.parts = [of for _, of in self.of]
-        self.mode.own_mean = self.tokens and not self.shifts
-        try:
-            with self.mode:
-                yield
-        finally:
-            self.mode = None
-
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Any,
-        *,
-        of: Sequences,
-        causal: bool,
-        scale: float | None,
-        dropout_p: float,
-    ) -> Tensor:
-        heads = q.shape[1]
-        ranks = self.plan.context.ulysses if self.plan.context else 1
-        require_heads(heads, k.shape[1], ranks, f"cp{self.plan.cp}")
-        if ranks > 1:  # what an all-to-all gives: one storage
-            longer = 0, 0, 0, sum(of.cut.blocks(self.rank // ranks)) - of.numel
-            parts = [x[:, : max(1, x.shape[1] // ranks)] for x in (q, k, v)]
-            q, k, v = F.pad(torch.cat(parts, 1), longer).split([x.shape[1] for x in parts], 1)
-        out = F.scaled_dot_product_attention(
-            q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        if ranks > 1:
-            out = F.pad(out[:, :, : of.numel], (0, 0, 0, 0, 0, heads - out.shape[1]))
-        return out

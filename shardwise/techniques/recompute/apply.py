@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import ge
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,6 @@ from shardwise.techniques.recompute.kept import Generators
 if TYPE_CHECKING:
     from shardwise.engine.options import Build
 
-Choose = Callable[[Any], Mapping[str, str]]
-Sizes = Callable[[Any], Slots]
 #: The shapes and the element types of the tensors in a batch.
 Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
 #: Shapes of batches that have a prediction each.
@@ -91,44 +89,50 @@ def on_host(
 
 
 def applied(model: nn.Module, build: "Build") -> "Recomputation":
-    build.recompute.apply(model, build.world, sp=build.plan.sp)
+    build.recompute.apply(model, build.world, build.plan)
     return build.recompute
 
 
-class Recomputation(Applied):
-    """The recomputed modules of an engine; a budget chooses them for each batch's shapes.
+class Foreseen(NamedTuple):
+    """What is decided for a batch: the kinds of modules, and the slots for their inputs."""
 
-    At most one is given of `choose`, which gives a batch's kinds of the modules, and `sizes`, which
-    gives the slots of the arena for their inputs. `hosted` is the result of `on_host`; with
-    `everything` all that these blocks keep rests there, else what recomputation keeps of them.
+    kinds: Mapping[str, str]
+    slots: Slots
+
+
+class Recomputation(Applied):
+    """The recomputed modules of an engine.
+
+    `foresee` decides for a batch; None: `kinds` holds for all, without an arena. `hosted` is the
+    result of `on_host`; with `everything` all that these blocks keep rests there, else what
+    recomputation keeps of them.
     """
 
     def __init__(
         self,
         kinds: Mapping[str, str],
-        choose: Choose | None = None,
+        foresee: Callable[[Any], Foreseen] | None = None,
         hosted: Mapping[str, tuple[int, int]] | None = None,
         *,
         everything: bool = True,
-        sizes: Sizes | None = None,
     ) -> None:
-        self.kinds, self.choose = kinds, choose
+        self.kinds, self.foresee = kinds, foresee
         self.hosted, self.everything = hosted or {}, everything
-        self.sizes, self.arena, self.device = sizes, Arena(), torch.device("cpu")
+        self.arena, self.device = Arena(), torch.device("cpu")
         self.modules: dict[str, Recomputed] = {}
-        self.known: dict[Shapes, Any] = {}
+        self.known: dict[Shapes, Foreseen] = {}
         self.host: HostActivations | None = None
 
-    def apply(self, model: nn.Module, world: World, *, sp: bool) -> None:
+    def apply(self, model: nn.Module, world: World, plan: Plan) -> None:
         """Recompute the modules, in place; under `sp` their inputs are shards."""
         records = [layer.pass_records for layer in layers_of(model).values()]
         generators = Generators([*generators_of(world.device), *records])
         tensor = world.axis(TENSOR)
-        axis = None if sp or tensor.size == 1 else tensor
+        axis = None if plan.sp or tensor.size == 1 else tensor
         if self.hosted:
             self.host = HostActivations(model, world.tiers, self.hosted)
         self.arena, self.device = world.arenas.kept, world.storage
-        keep = None if self.sizes is None else self.arena.keep
+        keep = self.arena.keep if plan.arenas else None
         self.modules = recompute(model, self.kinds, generators, axis, self.host, keep)
         if self.host is not None:
             self.host.install(hooks=self.everything)
@@ -142,33 +146,28 @@ class Recomputation(Applied):
 
     def begin(self, batch: Any, parts: Sequence[Any], *, trains: bool) -> Sequence[Any]:
         """Raises InputError for a budget that is too small."""
-        if trains:
-            self._choose(batch)
+        if trains and self.host is not None:
+            self.host.begin(batch)
+        if trains and self.foresee is not None:
+            kinds, slots = self._foreseen(batch, self.foresee)
+            self.set_kinds(kinds)
+            self.arena.reserve(slots, self.device)
         return parts
 
-    def _choose(self, batch: Any) -> None:
-        if self.host is not None:
-            self.host.begin(batch)
-        find = self.choose or self.sizes
-        if find is None:
-            return
-        found = self._found(batch, find)
-        if self.choose is None:
-            self.arena.reserve(found, self.device)
-            return
-        self.kinds = found
+    def set_kinds(self, kinds: Mapping[str, str]) -> None:
+        self.kinds = {name: kind for name, kind in kinds.items() if kind != NONE}
         for name, module in self.modules.items():
-            module.kind = self.kinds.get(name, NONE)
+            module.kind = kinds.get(name, NONE)
 
-    def _found(self, batch: Any, find: Callable[[Any], Any]) -> Any:
-        """The result of `find`, a slow prediction, for a batch of these shapes. Once KEPT shapes
-        are known, others get the result for a larger batch, which keeps more.
+    def _foreseen(self, batch: Any, foresee: Callable[[Any], Foreseen]) -> Foreseen:
+        """The result of `foresee`, which is slow, for a batch of these shapes. Once KEPT shapes are
+        known, others get the result for a larger batch, which keeps more.
         """
         shapes = tuple((x.shape, x.dtype) for x in leaves(batch, Tensor, objects=True))
         if shapes not in self.known and len(self.known) == KEPT:
             near = (each for each in self.known if _has_room(each, shapes))
             shapes = min(near, key=_numel, default=shapes)
-        found = self.known.pop(shapes) if shapes in self.known else find(batch)
+        found = self.known.pop(shapes) if shapes in self.known else foresee(batch)
         if len(self.known) == KEPT:
             del self.known[next(iter(self.known))]  # that of the longest ago
         self.known[shapes] = found

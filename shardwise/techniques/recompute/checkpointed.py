@@ -19,6 +19,7 @@ computes the same as the first:
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from contextvars import ContextVar
@@ -40,7 +41,13 @@ from shardwise.comm.world import Axis
 from shardwise.core.tools.structure import graph_break
 from shardwise.core.tools.tree import leaves, mapped
 from shardwise.techniques.recompute.host_activations import HostActivations, same
-from shardwise.techniques.recompute.kept import Generators, Inputs, KeptProducts, ModuleState
+from shardwise.techniques.recompute.kept import (
+    Generators,
+    Inputs,
+    KeptInput,
+    KeptProducts,
+    ModuleState,
+)
 
 Keep = Callable[[Tensor], Tensor]
 FULL, SELECTIVE, PARTITIONED, NONE = "full", "selective", "partitioned", "none"
@@ -148,6 +155,11 @@ class Recomputed:
             inputs = first.inputs.kept if isinstance(first.inputs, Inputs) else first.inputs
             outputs = first.products.outputs if first.products is not None else {}
             yield from leaves((inputs, dict(outputs)), Tensor)
+
+    def slots(self) -> Counter[int]:
+        """The sizes of kept inputs that a gradient reaches, if they are kept in an arena."""
+        kept = (first.inputs.kept for first in list(self.alive) if isinstance(first.inputs, Inputs))
+        return Counter(x.held.nbytes for x in leaves([*kept], KeptInput, objects=True) if x.trained)
 
     def _with_inputs(self, forward: Callable[..., Any], inputs: Inputs) -> Any:
         own, named = inputs.take()

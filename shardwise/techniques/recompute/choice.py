@@ -5,7 +5,7 @@ partitioned          every block
 partitioned-host     every block: partitioned
 every2               blocks 0, 2, 4, ...: full
 NAME,NAME            the outermost modules whose names these patterns match: full
-8GiB                 every block: full until price.py has chosen under the budget
+8GiB                 every block: full until dry runs have chosen (observe/foreseen.py)
 """
 
 from collections.abc import Iterable, Iterator, Mapping

@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.comm.tiers.tiers import Tiers, begin_copy
 from shardwise.comm.transport import Pending
-from shardwise.core.model_spec import SMALL_BYTES
 from shardwise.core.tools.structure import graph_break
 from shardwise.core.tools.tree import leaves
+
+#: Storages of fewer bytes stay on the device.
+SMALL_BYTES: Final = 1024
 
 
 class Stored:

@@ -45,7 +45,7 @@ _WITH_WEIGHTS: Final = frozenset(
 #: Products of two activations, and which of their arguments these are.
 _OF_ACTIVATIONS: Final = {_ATEN.bmm.default: (0, 1), _ATEN.baddbmm.default: (1, 2)}
 #: Fused attention, and which of its arguments is the rate of dropout.
-ATTENTION: Final = {
+_ATTENTION: Final = {
     _ATEN._scaled_dot_product_flash_attention.default: 3,
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default: 3,
     _ATEN._scaled_dot_product_efficient_attention.default: 5,
@@ -53,7 +53,7 @@ ATTENTION: Final = {
 }
 #: Fused attention on the meta device (observe/work.py).
 _ON_META: Final = "shardwise::attention"
-_PRODUCTS: Final = frozenset((*_WITH_WEIGHTS, *_OF_ACTIVATIONS, *ATTENTION))
+_PRODUCTS: Final = frozenset((*_WITH_WEIGHTS, *_OF_ACTIVATIONS, *_ATTENTION))
 
 
 class KeptProducts:
@@ -100,8 +100,8 @@ class _Keeping(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if is_product(func) or func._schema.name == _ON_META:
-            self.products.add(func, out, is_kept(func, args, kwargs or {}, out))
+        if func in _PRODUCTS or func._schema.name == _ON_META:
+            self.products.add(func, out, _is_kept(func, args, kwargs or {}, out))
         elif func._schema.is_mutable and self.products.places:
             self.products.drop((args, kwargs))
         return out
@@ -122,17 +122,13 @@ class _Replaying(TorchDispatchMode):
         return tree_map_only(Tensor, _alias, kept)
 
 
-def is_product(func: Any) -> bool:
-    return func in _PRODUCTS
-
-
-def is_kept(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> bool:
+def _is_kept(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> bool:
     """Whether the output of this product is kept."""
     if func in _OF_ACTIVATIONS:
         a, b = (args[place] for place in _OF_ACTIVATIONS[func])
         return out.numel() <= a.numel() + b.numel()
-    if func in ATTENTION or func._schema.name == _ON_META:
-        place = ATTENTION.get(func, 7)
+    if func in _ATTENTION or func._schema.name == _ON_META:
+        place = _ATTENTION.get(func, 7)
         rate = args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)
         return rate == 0  # otherwise its draws would be missing from the recomputation
     return True
@@ -235,7 +231,7 @@ class ModuleState:
 # --- Inputs ---------------------------------------------------------------------------------------
 
 
-class _Kept(NamedTuple):
+class KeptInput(NamedTuple):
     """A kept tensor, maybe `held` as a `Kept`; with a `shape`, this rank's piece of it."""
 
     held: Any
@@ -265,21 +261,21 @@ class Inputs:
     def take(self) -> Any:
         given, self.given = self.given, None
         if given is None:
-            return mapped(self._whole, self.kept, _Kept, objects=True)
+            return mapped(self._whole, self.kept, KeptInput, objects=True)
         self.kept = mapped(self._keep, given, Tensor, objects=True)
         return given
 
-    def _keep(self, x: Tensor) -> _Kept:
+    def _keep(self, x: Tensor) -> KeptInput:
         rests = self.host.keep if self.host is not None else self.keep or same
         if not x.requires_grad and (self.axis is not None or self.keep is not None):
-            return _Kept(x, False)
+            return KeptInput(x, False)
         if self.axis is None:
-            return _Kept(rests(x.detach()), x.requires_grad)
+            return KeptInput(rests(x.detach()), x.requires_grad)
         flat = x.detach().reshape(-1)
         padded = functional.pad(flat, (0, -len(flat) % self.axis.size))
-        return _Kept(rests(move(padded, self.axis, I, S(0))), True, x.shape)
+        return KeptInput(rests(move(padded, self.axis, I, S(0))), True, x.shape)
 
-    def _whole(self, kept: _Kept) -> Tensor:
+    def _whole(self, kept: KeptInput) -> Tensor:
         x = HostActivations.read(kept.held)
         if kept.shape is not None and self.axis is not None:
             x = move(x, self.axis, S(0), I)[: kept.shape.numel()].view(kept.shape)
