@@ -22,8 +22,8 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.memory import resting
 from shardwise.engine.state.box import Box
 from shardwise.engine.step_end import Metrics
-from shardwise.observe.dry_engine import dry_step
-from shardwise.observe.dry_twin import ALONE, DryTwin
+from shardwise.observe.dry_engine import ALONE, dry_step
+from shardwise.observe.dry_twin import DryTwin
 from shardwise.observe.meter import Leak, Meter
 from shardwise.observe.work import kernels_of
 from shardwise.verify.difference import (

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from threading import RLock
 from typing import Any, Final, NamedTuple, TypeVar, get_args
 
@@ -340,22 +340,49 @@ def on_few(
     brief: bool = False,
 ) -> tuple[T, str]:
     """The result of `act(run, batch)` with few microbatches, as those of `dry_step`, and a note on
-    what it depends on. Raises InputError like `parallelize`, and for a model on meta that does not
-    run there; a model with values then runs on the CPU.
+    what it depends on. Raises InputError like `DryRuns`.
     """
     few = _few(plan, batch, options, rank, brief=brief)
-    with ALONE, kept_values(batch):
-        try:
-            return act(DryRun(model, few.plan, options, rank), few.batch), ""
-        except UNKNOWN as error:
-            has_values = not any(p.is_meta for p in model.parameters())
-            if not has_values and isinstance(error, InputError):
-                raise
-            if not has_values:
-                raise _valueless(model) from error
-            why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        run = DryRun(model, few.plan, options, rank, real=True)
-        return act(run, few.batch), f"the step depends on values of the batch (on meta: {why})"
+    dry = DryRuns(model, few.plan, options, rank)
+    return dry.within(few.batch, lambda run: act(run, few.batch)), dry.note
+
+
+class DryRuns:
+    """A dry run that is made when it is first asked: on meta, or, if the forward of a model with
+    values reads some, on the CPU; `note` says so. Raises InputError like `parallelize`, and for a
+    model on meta that does not run there.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, options: EngineOptions, rank: int) -> None:
+        self.model, self.make = model, partial(DryRun, model, plan, options, rank)
+        self.note = ""
+        self.run: DryRun | None = None
+
+    def within(self, batch: Any, act: Callable[[DryRun], T]) -> T:
+        """The result of `act(run)`, whose steps are on `batch`."""
+        with ALONE, kept_values(batch):
+            if self.run is None:
+                try:
+                    self.run = self.make()
+                    return act(self.run)
+                except UNKNOWN as error:
+                    self.note = self._reads_values(error)
+                self.run = self.make(real=True)
+            return act(self.run)
+
+    def _reads_values(self, error: Exception) -> str:
+        has_values = not any(p.is_meta for p in self.model.parameters())
+        if not has_values and isinstance(error, InputError):
+            raise error
+        if not has_values:
+            kind = type(self.model).__name__
+            raise bad(
+                f"a {kind} on the meta device whose forward reads values",
+                "a model that computes tensors from tensors, or one with its weights",
+                "the model built on the CPU",
+            ) from error
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return f"the step depends on values of the batch (on meta: {why})"
 
 
 def with_few_microbatches(plan: Plan, rank: int) -> Plan:
@@ -415,11 +442,3 @@ def _least(number: int, least: int, turn: int = 1) -> int:
 
 def _shapes(part: Any) -> tuple[Any, ...]:
     return tuple((x.shape, x.dtype) for x in leaves(part, Tensor, objects=True))
-
-
-def _valueless(model: nn.Module) -> Exception:
-    return bad(
-        f"a {type(model).__name__} on the meta device whose forward reads values",
-        "a model that computes tensors from tensors, or one with its weights",
-        "the model built on the CPU",
-    )

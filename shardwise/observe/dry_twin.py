@@ -8,12 +8,10 @@ many steps were taken, how many of them were not skipped, and whether an update 
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
 
-from shardwise.comm.unchanged import kept_values
 from shardwise.core.layouts.uneven import Counts
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tally import Key, sent_bytes
@@ -22,9 +20,8 @@ from shardwise.engine import memory
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.step_end import Progress
-from shardwise.observe.dry_engine import ALONE, DryRun
+from shardwise.observe.dry_engine import DryRun, DryRuns
 from shardwise.observe.measured_timeline import measuring
-from shardwise.observe.meta_pass import UNKNOWN
 
 T = TypeVar("T")
 
@@ -33,14 +30,15 @@ class DryTwin:
     """The dry run of an engine with these arguments, for a complete plan; `model` is not changed.
 
     `note` says that it computes values, because the model's forward reads some. Every method raises
-    InputError like `parallelize` and `Engine.step`.
+    InputError like `DryRuns` and `Engine.step`.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, options: EngineOptions, rank: int) -> None:
-        self._make = partial(DryRun, model, plan, options, rank)
-        self.on_meta = any(p.is_meta for p in model.parameters())
-        self.note = ""
-        self.run: DryRun | None = None
+        self.dry = DryRuns(model, plan, options, rank)
+
+    @property
+    def note(self) -> str:
+        return self.dry.note
 
     def step(
         self, beside: Engine | Progress | None, batch: Any, counts: Sequence[Counts] = ()
@@ -90,27 +88,14 @@ class DryTwin:
 
     def memory(self) -> dict[str, int]:
         """The bytes that rest on all tiers, by category."""
-        assert self.run is not None
-        return memory.resting(self.run.engine)
+        assert self.dry.run is not None
+        return memory.resting(self.dry.run.engine)
 
     def within(self, batch: Any, act: Callable[[Engine], T]) -> T:
-        """The result of `act(engine)`; of an engine that computes values if meta does not do."""
-        with ALONE, kept_values(batch):
-            if self.run is None and (found := self._first(act)) is not None:
-                return found
-            assert self.run is not None
-            with self.run.running() as engine:
+        """The result of `act(engine)`."""
+
+        def acted(run: DryRun) -> T:
+            with run.running() as engine:
                 return act(engine)
 
-    def _first(self, act: Callable[[Engine], T]) -> T | None:
-        """The result of the first call; None, with a run that computes values, if meta fails."""
-        try:
-            self.run = self._make()
-            with self.run.running() as engine:
-                return act(engine)
-        except UNKNOWN:
-            if self.on_meta:
-                raise
-        self.run = self._make(real=True)
-        self.note = "the model's forward reads values: the dry run has those of the batch"
-        return None
+        return self.dry.within(batch, acted)

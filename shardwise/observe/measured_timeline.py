@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.comm.unchanged import kept_values
-from shardwise.core.errors import InputError, bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.schedule.schedule import COMPUTE_OPS, Step
 from shardwise.core.tools.tree import leaves
@@ -39,8 +37,7 @@ from shardwise.engine import memory
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import predict_with
-from shardwise.observe import meta_pass
-from shardwise.observe.dry_engine import DryRun
+from shardwise.observe.dry_engine import DryRun, DryRuns
 from shardwise.observe.meter import Meter
 from shardwise.observe.step_bytes import SavedStorages
 from shardwise.observe.work import in_backward
@@ -162,7 +159,7 @@ def predict_events(
 ) -> tuple[Prediction, tuple[Event, ...]]:
     """The result of `sw.predict`, and the memory of `rank` at each event of a step after the first.
     Temporary bytes are left out: they depend on the kernels and messages of a device.  Raises
-    InputError like `sw.predict`, and for a model that does not run on meta.
+    InputError like `sw.predict`.
     """
     options = options or EngineOptions()
     found = predict_with(model, plan, batch, options, rank)
@@ -176,20 +173,14 @@ def predict_events(
 def dry_events(
     model: nn.Module, plan: Plan, batch: Any, options: EngineOptions, rank: int
 ) -> tuple[Event, ...]:
-    """The events of the third step of a dry run. Raises InputError if meta does not suffice."""
-    try:
-        with kept_values(batch), DryRun(model, plan, options, rank).running() as engine:
+    """The events of the third step of a dry run. Raises InputError like `DryRuns`."""
+
+    def act(run: DryRun) -> tuple[Event, ...]:
+        with run.running() as engine:
             for _ in range(2):  # the first step learns the order of units
                 engine.step(batch)
             with measuring(engine, batch, peaks=False) as seen:
                 engine.step(batch)
-    except meta_pass.UNKNOWN as error:
-        if isinstance(error, InputError):
-            raise
-        why = " ".join(str(error).split())[:200]
-        raise bad(
-            f"a timeline of a {type(model).__name__} that does not run on meta ({why})",
-            "models that compute tensors from tensors",
-            f'shardwise predict "{plan}" --measure',
-        ) from error
-    return tuple(seen.events)
+        return tuple(seen.events)
+
+    return DryRuns(model, plan, options, rank).within(batch, act)

@@ -29,7 +29,8 @@ from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
-from shardwise.observe.dry_twin import ALONE, DryTwin
+from shardwise.observe.dry_engine import ALONE
+from shardwise.observe.dry_twin import DryTwin
 from shardwise.observe.meter import Live
 from shardwise.observe.work import kernels_of
 from shardwise.verify.comparison import compare, drawn

@@ -17,7 +17,8 @@ from shardwise.engine.state.box import Box
 from shardwise.engine.step_end import Metrics
 from shardwise.models import gpt
 from shardwise.models.trainable import fill
-from shardwise.observe.dry_twin import ALONE, DryTwin
+from shardwise.observe.dry_engine import ALONE
+from shardwise.observe.dry_twin import DryTwin
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.expert.apply import ExpertLayout
 from shardwise.verify.finding import Costs

@@ -12,8 +12,7 @@ import torch
 from shardwise.comm.world import World
 from shardwise.core.plan.plan import Plan
 from shardwise.core.zero import GATHERED, KEPT, PREDICTED, TEMPORARY, Event
-from shardwise.observe.dry_engine import dry_step
-from shardwise.observe.dry_twin import ALONE
+from shardwise.observe.dry_engine import ALONE, dry_step
 from shardwise.observe.measured_timeline import dry_events, measuring
 from shardwise.prediction.prediction import DryStep
 from shardwise.techniques.recompute.host_activations import SMALL_BYTES
