@@ -176,6 +176,7 @@ def dry_events(
     """The events of the third step of a dry run. Raises InputError like `DryRuns`."""
 
     def act(run: DryRun) -> tuple[Event, ...]:
+        """Run three steps."""
         with run.running() as engine:
             for _ in range(2):  # the first step learns the order of units
                 engine.step(batch)
