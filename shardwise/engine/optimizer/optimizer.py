@@ -264,8 +264,9 @@ class ShardedOptimizer(Optimizer, ABC):
         for flat in flats:
             flat.take_assigned()
             if flat in self.masters and flat.was_written():
-                master = self.masters[flat]
-                weights = flat.shard.to(master.device)
+                master, weights = self.masters[flat], flat.shard
+                if weights.device != master.device:  # on meta both report the plan's device
+                    weights = weights.to(master.device)
                 written = weights != master.to(weights.dtype)
                 master.copy_(torch.where(written, weights, master))
         self.follow_states()
