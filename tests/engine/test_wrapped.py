@@ -257,8 +257,8 @@ def look_and_clip(seen: Seen, p: Tensor) -> None:
     p.grad.clamp_(-1e-2, 1e-2)
 
 
-def hooked(world: World, how: str, early: bool) -> tuple[State, Seen]:
-    """Three steps with hooks that were registered before the wrapping or after it."""
+def hooked(world: World, how: str, passes: int, early: bool) -> tuple[State, Seen]:
+    """Three steps of some passes, all but the last of which are not synchronised."""
     model, seen = make("stack").double(), Seen()
     if early:
         hang(model, seen)
@@ -267,11 +267,13 @@ def hooked(world: World, how: str, early: bool) -> tuple[State, Seen]:
         hang(model, seen)
     optim = torch.optim.SGD(model.parameters(), lr=0.5)
     for step in steps(optim):
-        squares(model, rows(step, world.rank)).backward()
+        for micro in range(passes):
+            with nullcontext() if micro == passes - 1 else sw.no_sync(model):
+                squares(model, rows(passes * step + micro, world.rank)).backward()
     return model.state_dict(), seen
 
 
-def as_torch_does() -> list[tuple[State, Seen]]:
+def as_torch_does(passes: int) -> list[tuple[State, Seen]]:
     """Two copies whose gradients are averaged after their own hooks."""
     copies = [make("stack").double() for _ in range(2)]
     seen: list[Seen] = [Seen(), Seen()]
@@ -279,7 +281,8 @@ def as_torch_does() -> list[tuple[State, Seen]]:
         hang(copy, own)
     for step in range(3):
         for rank, copy in enumerate(copies):
-            squares(copy, rows(step, rank)).backward()
+            for micro in range(passes):
+                squares(copy, rows(passes * step + micro, rank)).backward()
         for ps in zip(*(copy.parameters() for copy in copies), strict=True):
             mean = torch.stack([p.grad for p in ps if p.grad is not None]).mean(0)
             for p in ps:
@@ -290,11 +293,11 @@ def as_torch_does() -> list[tuple[State, Seen]]:
 
 @pytest.mark.cases(4)
 @pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("how", ["DDP", "FULL_SHARD", "SHARD_GRAD_OP"])
-def test_hooks_see_and_change_the_gradients_of_their_rank(how: str, early: bool):
-    """Of a backward pass; what they change is averaged."""
-    found = run_threads(2, hooked, how, early)
-    for (state, seen), (right, ours) in zip(found, as_torch_does(), strict=True):
+@pytest.mark.parametrize(("how", "passes"), [("DDP", 2), ("FULL_SHARD", 1), ("SHARD_GRAD_OP", 1)])
+def test_hooks_see_and_change_the_gradients_of_their_rank(how: str, passes: int, early: bool):
+    """Of all passes since the gradients were dropped; what they change is averaged."""
+    found = run_threads(2, hooked, how, passes, early)
+    for (state, seen), (right, ours) in zip(found, as_torch_does(passes), strict=True):
         assert [len(grad) for grad in sorted(seen)] == [len(grad) for grad in sorted(ours)]
         for own, wanted in zip(sorted(seen), sorted(ours), strict=True):
             assert own == pytest.approx(wanted, rel=1e-8, abs=1e-12)

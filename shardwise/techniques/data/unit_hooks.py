@@ -349,6 +349,8 @@ class Data:
         self._do(acts)
         for group in (group for unit in self.units.order for group in unit.trained):
             group.grads.detach()
+            if not self.mute:
+                group.grads.show()
         if torch._C._current_graph_task_id() != -1:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -431,7 +433,7 @@ class Data:
         if not self.pace.by_hand:
             self.on_grads.quicken(self.places)
         for group in self.trained:
-            group.grads.take()
+            group.grads.unshow()
         self._do(self.order.end_backward())
         self.computes_loss = False
         if self.pace.by_hand and self.sync:

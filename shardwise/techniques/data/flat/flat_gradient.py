@@ -60,6 +60,7 @@ class FlatGradient:
         self.filled = list(none)  # grad holds something of parameter i
         self.valid = list(none)  # gsum holds something of parameter i
         self.resting = list(none)  # host_grad holds something of an earlier backward pass
+        self.shown = list(none)  # p.grad has what grad held of parameter i
         self.has_grad = list(none)  # this rank has had a gradient for parameter i since `clear`
         self.used = list(none)  # and so has any rank, as far as has been heard
         self.attached = False  # the pieces of gshard are on the parameters
@@ -146,6 +147,26 @@ class FlatGradient:
         view, beta = self.grad_views[index], float(self.filled[index])  # 0: not read
         torch.addmm(view, left.t(), right, beta=beta, alpha=self.scale, out=view)
         self.filled[index] = self.has_grad[index] = True
+
+    def show(self) -> None:
+        """Put what this rank has accumulated on each parameter with the user's own hooks.
+
+        As under torch's DDP, hooks after accumulation see and may change the sum of all backward
+        passes since the gradients were dropped.  Where sums are sharded after each pass, they see
+        the gradient of that pass.
+        """
+        for i, p in enumerate(self.params):
+            # p.grad is there already if the pass has begun with this parameter
+            if self.filled[i] and p.grad is None and others_after(p):
+                p.grad = self.grad_views[i] / self.scale
+                self.filled[i], self.shown[i] = False, True
+
+    def unshow(self) -> None:
+        """After the pass: take back what was shown and had no gradient in it."""
+        left = [i for i, shown in enumerate(self.shown) if shown and not self.filled[i]]
+        self.collect([i for i in left if self.params[i].grad is not None])
+        self.take()
+        self.shown = [False] * len(self.params)
 
     def begin(self) -> None:
         """Make room for gradients in the layout of the whole flat parameter."""
