@@ -157,9 +157,10 @@ class Recomputed:
             yield from leaves((inputs, dict(outputs)), Tensor)
 
     def slots(self) -> Counter[int]:
-        """The sizes of kept inputs that a gradient reaches, if they are kept in an arena."""
+        """The sizes of kept inputs on the device that a gradient reaches: slots of an arena."""
         kept = (first.inputs.kept for first in list(self.alive) if isinstance(first.inputs, Inputs))
-        return Counter(x.held.nbytes for x in leaves([*kept], KeptInput, objects=True) if x.trained)
+        every = (x.held for x in leaves([*kept], KeptInput, objects=True) if x.trained)
+        return Counter(x.nbytes for x in every if isinstance(x, Tensor))
 
     def _with_inputs(self, forward: Callable[..., Any], inputs: Inputs) -> Any:
         own, named = inputs.take()
