@@ -324,7 +324,7 @@ def attention_on(
         return Fused(causal=causal) if fused else None
     if query.ndim != 4:
         return None
-    alike = query.shape[-1] == value.shape[-1]
-    if query.dtype in (torch.float16, torch.bfloat16) and mask is None and alike:
+    one_head_size = query.shape[-1] == value.shape[-1]
+    if query.dtype in (torch.float16, torch.bfloat16) and mask is None and one_head_size:
         return Fused(seeds=2, drops=drops, causal=causal)
     return None if grouped or query.dtype == torch.float64 else Fused(32, 2, drops, causal)

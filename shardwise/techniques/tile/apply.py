@@ -120,15 +120,6 @@ class Tiling:
                 empty = torch.empty((0, *p.shape[1:]), dtype=p.dtype, device=device or p.device)
                 become(p, empty)
 
-    def show(self) -> None:
-        """Let the tiles' parameters take the place of the layers': for predictions."""
-        for name, layer in self.layers.items():
-            for key in [key for key, _ in layer.named_parameters(recurse=False)]:
-                layer.register_parameter(key, None)
-            for tile in self.tiles[name]:
-                for key, p in tile.own.items():
-                    tile.register_parameter(key, p)
-
 
 def tile(model: nn.Module, plan: Plan, rule: Rule) -> Tiling:
     """Tile the layers of `model` that the plan names, in place; `rule` chooses the blocks."""
