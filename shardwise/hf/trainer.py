@@ -22,7 +22,6 @@ from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
 from shardwise.engine.engine import Engine
-from shardwise.engine.optimizer.elementwise import is_listed
 from shardwise.engine.optimizer.optimizer_spec import Optim, OptimizerSpec
 from shardwise.engine.parallelize import parallelize, plan_of
 from shardwise.engine.state.full import full_state_dict
@@ -140,8 +139,6 @@ class Trainer(transformers.Trainer):
             self.args, self.model
         )
         known = {key: value for key, value in options.items() if key != "fused"}
-        if not is_listed(kind):  # optimizers for Trainer update each tensor alone
-            known.setdefault("elementwise", False)
         known["weight_decay"] = decay = self.args.weight_decay
         decayed = {*self.get_decay_parameter_names(self.model)} if decay else set[str]()
         return Optim(kind, groups=without_decay(self.model, decayed) if decay else {}, **known)

@@ -20,9 +20,9 @@ from torch.optim import Optimizer, SparseAdam
 
 from shardwise.core.errors import bad
 from shardwise.engine.checks import validate
-from shardwise.engine.optimizer.elementwise import ELEMENTWISE, WHOLE, updates_elements
+from shardwise.engine.optimizer.elementwise import ELEMENTWISE, is_listed
 from shardwise.engine.optimizer.optimizer_state import compared
-from shardwise.engine.optimizer.owners import WholeSteps, needs_whole
+from shardwise.engine.optimizer.owners import WHOLE, WholeSteps, needs_whole
 from shardwise.techniques.data.checksum import versions
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import owners
@@ -141,7 +141,7 @@ def _sharded(optimizer: Optimizer) -> list[Data]:
 def _require_by_element(optimizer: Optimizer) -> None:
     """Raise InputError for an optimizer that is not known to update each element alone."""
     kind = type(optimizer)
-    if updates_elements(kind, getattr(optimizer, "elementwise", None)) is None:
+    if not (getattr(optimizer, "elementwise", is_listed(kind)) or needs_whole(optimizer)):
         raise bad(
             f"a step of {kind.__name__} on shards: it is not known to update each element alone",
             f"one of {', '.join((*ELEMENTWISE, *WHOLE))}; if {kind.__name__} updates each element "

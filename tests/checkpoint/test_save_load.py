@@ -213,9 +213,7 @@ def assert_same(a: Any, b: Any) -> None:
         assert a == b if isinstance(a, set | frozenset) else repr(a) == repr(b)
 
 
-OWN = sw.Optim(
-    Own, elementwise=False, lr=0.02, groups={"*.bias": {"lr": 0.01, "betas": (0.7, 0.2)}}
-)
+OWN = sw.Optim(Own, lr=0.02, groups={"*.bias": {"lr": 0.01, "betas": (0.7, 0.2)}})
 
 
 def go(

@@ -4,13 +4,13 @@ A piece of a matrix has two dims too, so a class that computes from whole tensor
 a matrix and compute a wrong update, without any error.
 
     listed here, or `elementwise=True`      steps on the pieces of this rank
-    WHOLE, or `elementwise=False`           steps on whole tensors (owners.py), each without others
-    any other class                         only where each rank updates all parameters
+    any other class                         steps on whole tensors (owners.py)
 
 Classes that are not listed may count their steps, so they step once on all parameters of a rank.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -31,25 +31,18 @@ ELEMENTWISE: Final = (
     *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax"),
     *("ASGD", "Rprop"),
 )
-#: Classes of torch.optim that update each tensor alone, and need it whole.
-WHOLE: Final = ("Muon", "Adafactor")
 #: Why other classes of torch.optim have no place in an engine.
 NOT_IN_ENGINES: Final = {
     "LBFGS": "which computes the loss several times in a step",
     "SparseAdam": "which takes sparse gradients: an engine sums dense ones",
 }
+#: The steps after which a class that combines its parameters has shown it.
+_STEPS: Final = 4
 
 
 def is_listed(kind: type) -> bool:
     ours = kind.__module__.startswith("shardwise.")
     return ours or (kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE)
-
-
-def updates_elements(kind: type, said: bool | None = None) -> bool | None:
-    """Whether a class updates each element alone: as a program has `said`, or None if not known."""
-    if said is not None or is_listed(kind):
-        return said is not False
-    return False if kind.__module__.startswith("torch.optim") and kind.__name__ in WHOLE else None
 
 
 def require_possible(spec: "OptimizerSpec", model: nn.Module, plan: Plan) -> None:
@@ -78,14 +71,13 @@ def require_possible(spec: "OptimizerSpec", model: nn.Module, plan: Plan) -> Non
         )
     divided = sharded or any(plan.size_of(axis) > 1 for axis in (PIPELINE, TENSOR, EXPERTS))
     for group in unlisted if divided else ():
-        if updates_elements(group.kind, group.elementwise) is None:
-            name = group.kind.__name__
+        if combines(group):
             raise bad(
-                f"{name} under '{plan}', whose ranks update different parameters: it is not known "
-                "whether it updates each of them alone",
-                f"elementwise=True if {name} updates each element alone, elementwise=False if each "
-                "tensor; for a class that combines tensors a plan whose ranks all update all",
-                f"sw.Optim({name}, elementwise=False), or 'dp{plan.size}'",
+                f"{group.kind.__name__} under '{plan}': its update of a parameter depends on the "
+                "others, and ranks update different ones",
+                "an optimizer whose update of a parameter depends on that parameter alone, or a "
+                "plan whose ranks all update everything",
+                f"sw.AdamW(lr=3e-4), or 'dp{plan.size}'",
             )
 
 
@@ -106,6 +98,32 @@ def require_whole(spec: "OptimizerSpec", layouts: Iterable[tuple[str, int, Layou
             "parameters or for a group of them; elementwise=True if this one does",
             f'sw.AdamW(lr=3e-4), or groups={{"{name}": sw.AdamW(lr=3e-4)}}',
         )
+
+
+def combines(spec: "OptimizerSpec") -> bool:
+    """Whether the update of a parameter depends on another one, as by a norm of all gradients.
+
+    It trains a parameter beside another one and alone.  A class that cannot be tried is trusted.
+    """
+    found: list[nn.Parameter] = []
+    for others in (1, 0):
+        with suppress(Exception), torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.default_generator.manual_seed(0)
+            found.append(_trained(spec, others))
+    return len(found) == 2 and not torch.allclose(*found, rtol=1e-4, atol=1e-7)
+
+
+def _trained(spec: "OptimizerSpec", others: int) -> nn.Parameter:
+    values = torch.linspace(-1.0, 2.0, 12, dtype=torch.float32, device="cpu").view(4, 3)
+    params = [nn.Parameter(values * (1 + 9 * k)) for k in range(1 + others)]
+    options: Mapping[str, object] = {"lr": 0.01} if "lr" in spec.options else {}
+    optimizer: Optimizer = spec.kind([{"params": params, **options}], **spec.options)
+    getattr(optimizer, "train", lambda: None)()
+    for step in range(_STEPS):
+        for k, p in enumerate(params):
+            p.grad = (values + step).cos() * (1 + 99 * k)
+        optimizer.step()
+    return params[0]
 
 
 # --- Lion -----------------------------------------------------------------------------------------

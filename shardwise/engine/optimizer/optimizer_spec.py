@@ -19,12 +19,7 @@ from torch.optim import Optimizer
 from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import flag
 from shardwise.engine.optimizer import elementwise
-from shardwise.engine.optimizer.elementwise import (
-    ELEMENTWISE,
-    NOT_IN_ENGINES,
-    is_listed,
-    updates_elements,
-)
+from shardwise.engine.optimizer.elementwise import ELEMENTWISE, NOT_IN_ENGINES, is_listed
 from shardwise.engine.optimizer.optimizer_state import fits
 
 
@@ -36,7 +31,7 @@ class OptimizerSpec:
     specification of another class.  The first pattern that matches a name applies.  `rest` updates
     parameters that are no matrices, for a class that takes matrices only.
 
-    `elementwise`: whether the class updates each element alone, if that is not known.
+    `elementwise`: whether the class updates each element alone; None: whether it is known to.
     """
 
     kind: type[Optimizer]
@@ -94,7 +89,7 @@ class OptimizerSpec:
 
     @property
     def by_element(self) -> bool:
-        return bool(updates_elements(self.kind, self.elementwise))
+        return is_listed(self.kind) if self.elementwise is None else self.elementwise
 
     @property
     def by_unit(self) -> bool:
@@ -226,8 +221,8 @@ def Optim(  # noqa: N802
 ) -> OptimizerSpec:
     """Any class of optimizer with its options: `Optim(torch.optim.RMSprop, lr=1e-3)`.
 
-    Of a class that is not known `elementwise=True` says that it updates each element alone,
-    `elementwise=False` each tensor.  `rest` updates parameters that are no matrices.
+    A class that is not known to update each element alone gets whole tensors; `elementwise=True`
+    says that it needs none.  `rest` updates parameters that are no matrices.
 
     Raises:
         InputError: LBFGS and SparseAdam, no optimizer, or options that the class does not accept.

@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from shardwise.comm.move import begin_all_to_all
 from shardwise.comm.transport import Pending
 from shardwise.core.layouts.uneven import owners
-from shardwise.engine.optimizer.elementwise import updates_elements
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
 
@@ -157,10 +156,15 @@ def _part(flat: Flat, i: int, rank: int) -> tuple[int, int]:
 
 # --- in a loop of the program's own ---------------------------------------------------------------
 
+#: Classes of torch.optim that update each tensor alone, and need it whole.
+WHOLE = "Muon", "Adafactor"
+
 
 def needs_whole(optimizer: Optimizer) -> bool:
     """Whether it needs whole tensors: by its class, or by `optim.elementwise = False`."""
-    return updates_elements(type(optimizer), getattr(optimizer, "elementwise", None)) is False
+    kind = type(optimizer)
+    known = kind.__module__.startswith("torch.optim") and kind.__name__ in WHOLE
+    return not getattr(optimizer, "elementwise", not known)
 
 
 class WholeSteps:
