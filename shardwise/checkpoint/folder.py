@@ -18,7 +18,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -176,17 +176,32 @@ def publish(path: Path, step: int) -> Path:
     folder, final = path.parent, path.with_name(name_of(step))
     before = final.with_name(f"{final.name}.before")
     (path / _POINTER).write_text(f"{final.name}\n", encoding="utf-8")
-    for entry in (*path.iterdir(), path):
-        sync(entry)
-    if final.exists():
-        final.rename(before)
-    path.rename(final)
-    sync(folder)
+    swap_in(path, final, before)
     (final / _POINTER).replace(folder / LATEST)
     sync(folder)
     if before.exists():
         remove(before)
     return final
+
+
+def swap_in(written: Path, final: Path, before: Path) -> None:
+    """Fsync a complete folder and rename it to `final`; one of that name becomes `before`."""
+    for entry in (*written.iterdir(), written):
+        sync(entry)
+    if final.exists():
+        final.rename(before)
+    written.rename(final)
+    sync(final.parent)
+
+
+def write_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Write beside `path` and rename, so that readers never see a partial file."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(beside)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

@@ -25,6 +25,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from shardwise.checkpoint.folder import write_file
 from shardwise.checkpoint.save import PlannedSave, Written
 from shardwise.checkpoint.save_plans import PIECE_BYTES
 from shardwise.comm.move import all_gather_object
@@ -218,7 +219,5 @@ def _report_file(save: PlannedSave, rank: int) -> Path:
 def _report(save: PlannedSave, report: dict[str, str]) -> None:
     if save.world.rank == 0:
         return
-    file = _report_file(save, save.world.rank)
-    beside = file.with_name(f".writing-{save.world.rank}")
-    beside.write_text(json.dumps(report), encoding="utf-8")
-    beside.replace(file)
+    text = json.dumps(report)
+    write_file(_report_file(save, save.world.rank), lambda path: path.write_text(text, "utf-8"))

@@ -19,7 +19,7 @@ from typing import Any, Final
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from shardwise.checkpoint.folder import as_path, sync
+from shardwise.checkpoint.folder import as_path, swap_in
 from shardwise.checkpoint.lock import locked
 from shardwise.core.errors import InputError, RunError, bad, read_text
 from shardwise.core.tools.arguments import beside, suggest
@@ -133,13 +133,9 @@ def new_folder(to: Path, allowed: Sequence[str], *, overwrite: bool) -> Iterator
         try:
             unfinished.mkdir()
             yield unfinished
-            for entry in (*unfinished.iterdir(), unfinished):
-                sync(entry)
             if to.exists():
                 shutil.rmtree(replaced, ignore_errors=True)
-                to.rename(replaced)
-            unfinished.rename(to)
-            sync(to.parent)
+            swap_in(unfinished, to, replaced)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)

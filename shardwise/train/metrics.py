@@ -18,6 +18,7 @@ import torch
 from pydantic import TypeAdapter
 
 from shardwise.callbacks.callback import Callbacks, numbers
+from shardwise.checkpoint.folder import write_file
 from shardwise.comm.move import all_gather_object
 from shardwise.core.errors import InputError, RunError, one_line
 from shardwise.core.plan.plan import Plan
@@ -25,7 +26,7 @@ from shardwise.engine.engine import Engine
 from shardwise.prediction.cluster import PRESETS, cluster_of
 from shardwise.techniques.expert.apply import ExpertLayout
 from shardwise.techniques.expert.moe_layer import Load
-from shardwise.train.data.packed import publish, using_folder
+from shardwise.train.data.packed import using_folder
 
 FILE = "metrics.jsonl"
 
@@ -103,7 +104,7 @@ def keep_until(folder: Path, step: int) -> None:
     if kept and not kept[-1].endswith(b"\n"):
         last = kept.pop()
         kept += [last + b"\n"] * (record_in(last) is not None)
-    publish(folder / FILE, lambda path: path.write_bytes(b"".join(kept)))
+    write_file(folder / FILE, lambda path: path.write_bytes(b"".join(kept)))
 
 
 def _lines(folder: Path) -> list[bytes]:

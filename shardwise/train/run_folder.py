@@ -33,12 +33,13 @@ from shardwise.checkpoint.folder import (
     find,
     is_named_by_step,
     step_of,
+    write_file,
 )
 from shardwise.checkpoint.lock import RUN_LOCK
 from shardwise.core.errors import InputError, bad
 from shardwise.core.tools.arguments import beside, setting
 from shardwise.train.config import Config, dump, read
-from shardwise.train.data.packed import PROBE, probe, publish, using_folder
+from shardwise.train.data.packed import PROBE, probe, using_folder
 from shardwise.train.data.tokens import TokenizerVocabulary, Vocabulary
 
 CONFIG = "config.toml"
@@ -143,7 +144,7 @@ def claim(config: Config, overwrite: bool, vocabulary: Vocabulary | None = None)
 
 def publish_config(config: Config) -> None:
     text = dump(config)
-    publish(config.folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+    write_file(config.folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def config_of(folder: Path) -> Config | None:
@@ -207,11 +208,11 @@ def _incomplete(checkpoints: Path, damaged: list[Path]) -> InputError:
 def _keep_tokenizer(config: Config, vocabulary: TokenizerVocabulary) -> None:
     to, beside = config.folder / TOKENIZER, Path(config.data.tokens).expanduser().parent
     to.mkdir(exist_ok=True)
-    publish(to / TOKENIZER_FILE, vocabulary.save)
+    write_file(to / TOKENIZER_FILE, vocabulary.save)
     trained = config.data.tokens.startswith("bpe:")
     for name in TOKENIZER_FILES if not trained else ():
         if name != TOKENIZER_FILE and (beside / name).is_file():
-            publish(to / name, lambda path, name=name: shutil.copyfile(beside / name, path))
+            write_file(to / name, lambda path, name=name: shutil.copyfile(beside / name, path))
     if not (to / ABOUT_TOKENIZER).exists():
         about = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -219,4 +220,4 @@ def _keep_tokenizer(config: Config, vocabulary: TokenizerVocabulary) -> None:
             "clean_up_tokenization_spaces": False,
         }
         text = json.dumps(about, indent=2)
-        publish(to / ABOUT_TOKENIZER, lambda path: path.write_text(text, encoding="utf-8"))
+        write_file(to / ABOUT_TOKENIZER, lambda path: path.write_text(text, encoding="utf-8"))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from markdown_it import MarkdownIt
 
+from shardwise.checkpoint.folder import write_file
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.plan.plan_parser import word_of
@@ -22,7 +23,6 @@ from shardwise.core.schedule import draw
 from shardwise.core.schedule.clock import clock
 from shardwise.derive.search.result import parts_of
 from shardwise.train import metrics
-from shardwise.train.data.packed import publish
 from shardwise.train.progress import duration, ranks_text, size_text, unit_of
 from shardwise.train.run_folder import PAGE, PLOTS, REPORT
 from shardwise.train.summary import Summary, TimeCost, milliseconds
@@ -112,7 +112,7 @@ def write(report: RunReport, folder: Path) -> list[str]:
 
 
 def _write(path: Path, make: Callable[[], str]) -> None:
-    publish(path, lambda beside: beside.write_text(make(), encoding="utf-8"))
+    write_file(path, lambda beside: beside.write_text(make(), encoding="utf-8"))
 
 
 def page(text: str, folder: Path) -> str:

@@ -178,7 +178,7 @@ def test_a_cache_that_cannot_be_written_serves_what_it_has(
 
     monkeypatch.setattr(packed.tempfile, "TemporaryFile", read_only)
     monkeypatch.setattr("shardwise.checkpoint.lock._acquire", read_only)
-    monkeypatch.setattr(packed, "publish", read_only)
+    monkeypatch.setattr(packed, "write_file", read_only)
     again = packed.tokenise(source, "bpe:280", tmp_path / "cache")
     assert (again.key, again.stream.tolist()) == (first.key, first.stream.tolist())
     for other in ("bytes", "bpe:290"):

@@ -16,10 +16,9 @@ next change may get the same time.
 import hashlib
 import json
 import math
-import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.checkpoint.folder import write_file
 from shardwise.checkpoint.lock import locked
 from shardwise.core.errors import InputError, bad
 from shardwise.core.tools.arguments import setting
@@ -127,7 +127,7 @@ def _vocabulary(
         if refused is not None:
             raise refused
         with signs_of_life(lambda: f"training {tokens} on {source.name}"):
-            publish(path, train_bpe(source.documents(), size).save)
+            write_file(path, train_bpe(source.documents(), size).save)
     return load_tokenizer(path)
 
 
@@ -149,7 +149,7 @@ def _write(source: Source, vocabulary: Vocabulary, path: Path, about: Path) -> N
         left.unlink()
     mib = 2**20
     with signs_of_life(lambda: f"tokenising {source.name}, {facts['text_bytes'] / mib:,.0f} MiB"):
-        publish(path, write)
+        write_file(path, write)
     if not facts["documents"]:
         path.unlink()
         raise bad(
@@ -157,17 +157,7 @@ def _write(source: Source, vocabulary: Vocabulary, path: Path, about: Path) -> N
             "at least one document with text in it",
             'source = "stdlib" under [data], or the path of your own text',
         )
-    publish(about, lambda beside: beside.write_text(json.dumps(facts), encoding="utf-8"))
-
-
-def publish(path: Path, write: Callable[[Path], object]) -> None:
-    """Write beside `path` and rename, so that readers never see a partial file."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(beside)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_file(about, lambda beside: beside.write_text(json.dumps(facts), encoding="utf-8"))
 
 
 #: Younger changes can share their time with a later one: the coarsest clock of a file system.
@@ -197,7 +187,7 @@ def digest(source: Source, cache: Path) -> str:
 
 def _keep(file: Path, text: str) -> None:
     with suppress(OSError):  # a cache that cannot be written
-        publish(file, lambda beside: beside.write_text(text, encoding="utf-8"))
+        write_file(file, lambda beside: beside.write_text(text, encoding="utf-8"))
 
 
 def _content(file: Path) -> str:
