@@ -7,23 +7,21 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
+from shardwise.core.mesh import PIPELINE
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
+from shardwise.core.schedule.library import updates
 from shardwise.core.tools.arguments import CHECK_EVERY, integer
 from shardwise.core.tools.tree import leaves
 from shardwise.engine.batch import Count, rows
 from shardwise.engine.checks import validate
 from shardwise.engine.checks.device_room import with_offload
-from shardwise.engine.optimizer.elementwise import require_possible
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.options import EngineOptions, Loss
 from shardwise.engine.parallelize import plan_of
 from shardwise.observe.work import Kernels
 from shardwise.prediction.prediction import DryStep, Prediction
-from shardwise.techniques.data import rerun
 from shardwise.techniques.data.wrap_policy import Rule
-from shardwise.techniques.pipeline import weight_stashing
-from shardwise.techniques.pipeline.stage_module import calls_under, stage_starts
 from shardwise.techniques.tensor.tensor_table import Table
 
 #: The note on a prediction of experts on ranks.
@@ -136,28 +134,22 @@ class Predictor:
         if ranks is not None:
             integer("ranks", ranks, 1, plan.size)
         self.model, self.rank = model, rank
-        self.plan = plan.completed(ranks)
+        self.plan, self.options = plan.completed(ranks), options
         integer("rank", rank, 0, 0, self.plan.size - 1)
-        validate.rows(options.rows)
-        calls = calls_under(self.plan, model, options.objective)
-        begin = stage_starts(model, self.plan, options.stages, calls)
-        clip = weight_stashing.require(model, self.plan, begin, options)
-        rerun.require(self.plan, options.checks)
-        self.options = replace(options, clip=clip)
-        require_possible(options.spec, model, self.plan)
 
     def of(self, batch: Any) -> Prediction:
         """The prediction for a step on `batch`, this rank's share of the global batch. Its dry run
         is made when it is first read, and raises InputError for a model that does not run.
         """
         if self.options.tokens is None:
-            rows(batch, self.options.rows)  # raises InputError, as a step does
+            rows(batch, validate.rows(self.options.rows))  # raises InputError, as a step does
         texts = (x for x in leaves(batch, Tensor, objects=True) if x.dim() == 2)
         first = next((x.numel() for x in texts if not x.is_floating_point()), 0)
+        by_stage = updates(self.plan.pipeline, self.plan.mesh.size_of(PIPELINE))
         return Prediction(
             self.plan,
             self.rank,
-            norm=self.options.clip is not None,
+            norm=self.options.clip is not None and not by_stage,
             tokens=first * self.plan.shares,
             told=(EVEN,) if self.plan.ep > 1 else (),
             dry=cache(partial(self._dry_step, batch)),
