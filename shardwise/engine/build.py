@@ -24,7 +24,6 @@ from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.hook import Hook, nothing
 from shardwise.engine.batch import data_axes
 from shardwise.engine.checks.reads import guard_shards
-from shardwise.engine.one_stage import OneStage
 from shardwise.engine.optimizer.elementwise import require_whole
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.options import Build
@@ -42,7 +41,6 @@ from shardwise.techniques.data.apply import (
 )
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.flat.weight_gradient import take_over
-from shardwise.techniques.data.rerun import Objective
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Pace, StagedUnits, Unit, Units
 from shardwise.techniques.data.wrap_policy import UnitSpec
@@ -50,7 +48,6 @@ from shardwise.techniques.expert import apply as expert
 from shardwise.techniques.layers import apply as layers
 from shardwise.techniques.layers.plans import LayerPlans, require_units
 from shardwise.techniques.pipeline import stage_module
-from shardwise.techniques.pipeline.pipelined import Pipelined, ScheduledUnits
 from shardwise.techniques.pipeline.stage_module import Staging
 from shardwise.techniques.recompute import apply as recompute
 from shardwise.techniques.tensor import apply as tensor
@@ -74,19 +71,6 @@ class ShardedModel:
     flats: list[Flat]
     applied: Sequence[Applied]
     norms: list[tuple[list[Flat], tuple[Axis, ...]]]
-
-    def passes(
-        self, model: nn.Module, objective: Objective, rerun_every: int
-    ) -> OneStage | Pipelined:
-        """The passes of a step of `model`, whose loss of a part of a batch is `objective`."""
-        apart = not any(each.mixes for each in self.applied)
-        if self.staging is not None:
-            units = ScheduledUnits(self.data, self.applied, self.staging, apart=apart)
-            return Pipelined(model, units, objective)
-        device = self.data.consensus.device
-        return OneStage(
-            model, self.data, self.applied, objective, device, apart=apart, rerun_every=rerun_every
-        )
 
     def of(self, technique: type[Technique]) -> Technique:
         return next(each for each in self.applied if isinstance(each, technique))

@@ -43,6 +43,7 @@ from shardwise.techniques.data.buffers import normal_mode
 from shardwise.techniques.data.units import Unit
 from shardwise.techniques.layers.exchange import plain
 from shardwise.techniques.offload.disk_optimizer import open_disk
+from shardwise.techniques.pipeline.passes import EngineUnits, Passes
 
 
 class Engine:
@@ -83,7 +84,9 @@ class Engine:
         self.optimizer.compare_on(self.consensus.same)
         if self.guard.by_norm:
             self.data.leave_device = self.optimizer.see
-        self.passes = sharded.passes(model, self._objective, training.check_every.rerun)
+        units = EngineUnits(self.data, sharded.applied, self.staging)
+        every = training.check_every.rerun
+        self.passes = Passes(model, units, self._objective, every, self.optimizer, self.guard)
         self.updates = Updates(
             self.optimizer,
             self.data,
@@ -93,7 +96,7 @@ class Engine:
             over_stages=self._over_stages,
             clip=training.clip,
             delays=lambda: offload is not None and offload.delays(self.steps),
-            by_schedule=self.passes.updates_stages(self.optimizer, self.guard),
+            by_schedule=self.passes.stale is not None,
         )
         self.steps = self.steps_run = 0  # of the run, and of this engine
         self.coming: state.Loading | None = None  # a checkpoint that is being loaded

@@ -44,7 +44,6 @@ from shardwise.observe.work import in_backward
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.data.outputs import tensors_in
 from shardwise.techniques.data.units import Unit
-from shardwise.techniques.pipeline.pipelined import Pipelined
 
 
 class StepMeter(TorchDispatchMode):
@@ -138,7 +137,7 @@ def measuring(engine: Engine, batch: Any, *, peaks: bool = True) -> Iterator[Ste
         meter = stack.enter_context(Meter(engine, peaks=peaks))
         seen = StepMeter(engine, meter, batch)
         passes = engine.passes
-        if isinstance(passes, Pipelined):
+        if engine.staging is not None:
             passes.watch = seen.acted
             stack.callback(setattr, passes, "watch", None)
         else:

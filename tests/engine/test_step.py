@@ -393,7 +393,7 @@ WAITS = {
     "kernels/cross_entropy.py": "on the CPU alone",
     "techniques/tensor/sequence.py": "on the CPU alone",
     "techniques/tensor/rng.py": "a seed, drawn on the host",
-    "techniques/pipeline/pipelined.py": "a seed, drawn on the host",
+    "techniques/pipeline/passes.py": "a seed, drawn on the host",
     "techniques/expert/routing.py": "sizes of messages",
     "techniques/expert/dispatch.py": "sizes of messages",
     "techniques/expert/moe_layer.py": "sizes of messages",

@@ -3,7 +3,7 @@
     F        the stage's part of the user's own forward (staged_model.py)
     B        the gradients of the stage's inputs and of its weights, by one pass of autograd
     I        the same; large linear layers postpone their weights' gradients (weight_gradient.py)
-    W        the postponed products (pipelined.py)
+    W        the postponed products (passes.py)
     REDUCE   the gradients of the stage's units (techniques/data/units.py)
 
 The previous stage waits for I alone.  The first stage has no input to differentiate: its I does
@@ -13,9 +13,9 @@ output's gradient and an input of each layer, live until W.
 Executions differ in three parts:
 
                             stages             behind the last stage          units
-    engine                  the whole model    ScaledLoss                     OneStageUnits
-    engine, pipeline        Stages             ScaledLoss                     ScheduledUnits
-      its evaluation        Stages             Result                         ScheduledUnits
+    engine                  WholeModel         ScaledLoss                     EngineUnits
+    engine, pipeline        Stages             ScaledLoss                     EngineUnits
+      their evaluations                        Result                         EngineUnits
     sw.Pipe                 Stages             PipeOutputs: gradients come    NoUnits
                                                from the user's loop
 """

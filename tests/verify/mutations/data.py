@@ -12,7 +12,6 @@ from shardwise.engine import engine as engine_file
 from shardwise.engine.batch import filled
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.engine import Engine
-from shardwise.engine.one_stage import OneStage
 from shardwise.engine.optimizer.norm import LossScale, LossWeights
 from shardwise.engine.optimizer.optimizer import Factor, ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
@@ -22,6 +21,7 @@ from shardwise.techniques.data.flat import flat_gradient, flat_parameter
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
 from shardwise.techniques.data.flat.flat_parameter import Flat, State
 from shardwise.techniques.data.rerun import Rerun
+from shardwise.techniques.pipeline.passes import Passes
 from tests.verify.mutations.mutation import (
     Act,
     Change,
@@ -138,7 +138,7 @@ ROWS |= {
         LossWeights, "of", lambda weights, *_: weights.totals.new_ones(())
     ),
     "an empty microbatch leaves its rank out [dp2 accumulate:2] error": arguments(
-        OneStage,
+        Passes,
         "run",
         lambda one, parts, counts, *of: (one, parts, [n * all(counts) for n in counts], *of),
     ),
@@ -208,13 +208,13 @@ def padding_counted_in_the_norm(real, grads: FlatGradient) -> None:
     grads.grad[plan.offsets[-1] + plan.numels[-1] :].fill_(1.0)
 
 
-@ROWS.around("dp2 zero1 accumulate:2", OneStage, "run", "error")
+@ROWS.around("dp2 zero1 accumulate:2", Passes, "run", "error")
 def a_microbatch_left_out(real, one: Any, parts: Any, counts: Any, s: Any) -> Any:
     first = min(1, len(parts) - 1)  # where there is one it stays
     return real(one, parts[first:], counts[first:], s)
 
 
-@ROWS.around("dp2 accumulate:3", OneStage, "run")
+@ROWS.around("dp2 accumulate:3", Passes, "run")
 def only_the_last_microbatch(real, straight: Any, parts: Any, *args: Any) -> Any:
     def forget(*_: Any) -> None:
         for unit in straight.data.units.order:

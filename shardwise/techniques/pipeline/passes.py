@@ -1,16 +1,20 @@
-"""A step of an engine under the schedule of a pipeline (stage_work.py executes its actions).
+"""The passes of a step: microbatches run through the stages of one rank (stage_work.py executes the
+actions of the schedule).
 
-Every rank of the pipeline axis has the full microbatch; ranks send each other only the values that
-later stages use. Every rank computes their shapes on meta, once for each shape of microbatch, so no
-shapes are sent.
+    one stage    F0.0  B0.0  F0.1  B0.1  ...  REDUCE:0: hooks on the model and its root gather, free
+                 and reduce units meanwhile (techniques/data/unit_hooks.py)
+    a pipeline   every rank of the axis has the full microbatch; ranks send each other only the
+                 values that later stages use. Every rank computes their shapes on meta, once for
+                 each shape of microbatch, so no shapes are sent.
 
-Each step, microbatch, stage and share of the data has its own random seed, so stages draw different
-dropout masks, which do not depend on the rank that has the stage.
+In a pipeline each step, microbatch, stage and share of the data has its own random seed, so stages
+draw different dropout masks, which do not depend on the rank that has the stage.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,16 +24,26 @@ from shardwise.comm.unchanged import eval_mode, seeded
 from shardwise.comm.world import Axis
 from shardwise.core.applied import Applied, during
 from shardwise.core.errors import RunError
+from shardwise.core.schedule.lower import lower
+from shardwise.core.schedule.schedule import Action, Schedule
 from shardwise.engine.batch import Count, copied, enough, is_written
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.norm import LossWeights
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
+from shardwise.techniques.data.rerun import Objective, Rerun
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Products
 from shardwise.techniques.pipeline.runtime import Watch, forward_only, open_channels, run
 from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.stage_module import Staging
-from shardwise.techniques.pipeline.stage_work import Call, Microbatch, Result, ScaledLoss, StageWork
+from shardwise.techniques.pipeline.stage_work import (
+    NOTHING_CROSSES,
+    Microbatch,
+    Result,
+    ScaledLoss,
+    StageWork,
+    WholeModel,
+)
 from shardwise.techniques.pipeline.trace.outside_buffers import ByShape
 from shardwise.techniques.pipeline.trace.probe import ActivationProbe
 from shardwise.techniques.pipeline.weight_stashing import Stale
@@ -48,33 +62,55 @@ class _Traced(NamedTuple):
     written: bool = False
 
 
-class Pipelined:
-    """The stages of one rank at work."""
+@lru_cache(maxsize=16)
+def one_stage(microbatches: int) -> Schedule:
+    row = [Action(op, 0, i) for i in range(microbatches) for op in ("F", "B")]
+    return lower(Schedule((tuple(row),), (0,), microbatches))
 
-    def __init__(self, model: nn.Module, units: "ScheduledUnits", objective: Call) -> None:
-        self.stale: Stale | None = None
+
+class Passes:
+    """The passes of an engine; without `staging` the model is the only stage.
+
+    stale    the versions of weights, if the schedule updates each stage
+    trains   whether a loss of the step is computed from parameters that train; None if only the
+             gradients show it
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: "EngineUnits",
+        objective: Objective,
+        rerun_every: int,
+        optimizer: ShardedOptimizer,
+        guard: Guard,
+    ) -> None:
         staging, data = units.staging, units.data
         self.model, self.units, self.staging, self.data = model, units, staging, data
-        self.objective, self.device = objective, staging.stages.device
-        self.microbatches = staging.schedule.microbatches
+        self.objective, self.device = objective, data.consensus.device
         self.watch: Watch | None = None
+        self.stale: Stale | None = None
+        self.trains: bool | None = None
         self.known = ByShape[_Traced]()
-        self.share = _place(data.consensus.axes)
         self.interrupted = False  # whether a run has begun and not ended
-        self.trains = False  # whether a loss of the step is computed from parameters that train
-        open_channels(staging.schedule, staging.axis, self.device)
+        self.rerun = Rerun(data, rerun_every, self.device)
+        self.schedule, self.axis = one_stage(1), Axis("none")
+        self.stages = WholeModel(model, self.device)
+        if staging is not None:
+            self.schedule, self.axis, self.stages = staging.schedule, staging.axis, staging.stages
+            open_channels(self.schedule, self.axis, self.device)
+            if self.schedule.update:
+                self.stale = Stale(staging, data, optimizer, guard)
+        self.microbatches = self.schedule.microbatches
 
     def require(self, batch: Any, microbatches: int, count: Count | None) -> None:
-        enough(batch, microbatches, count)
-
-    def updates_stages(self, optimizer: ShardedOptimizer, guard: Guard) -> bool:
-        """Whether the schedule updates each stage; else the engine does after it."""
-        if self.staging.schedule.update:
-            self.stale = Stale(self.staging, self.data, optimizer, guard)
-        return self.stale is not None
+        """Raise InputError if a pipeline has microbatches without rows."""
+        if self.staging is not None:
+            enough(batch, microbatches, count)
 
     def shared(self, names: Sequence[str], used: Tensor) -> Tensor:
-        return self.staging.shared(names, used)
+        """Which of the named parameters any rank used."""
+        return used if self.staging is None else self.staging.shared(names, used)
 
     def leave_out(self) -> bool:
         """A step ends without its update; whether some stages have updated before."""
@@ -82,44 +118,67 @@ class Pipelined:
         return self.stale is not None
 
     def run(self, parts: Sequence[Any], counts: Sequence[float], weights: LossWeights) -> Tensor:
-        """Run all microbatches; only the rank with the last stage has the sum of the loss."""
-        loss = ScaledLoss(weights, self.device)
-        seed = (
-            int(torch.randint(2**61, (), dtype=torch.int64, device="cpu"))
-            + 2_147_483_647 * self.share
-        )
-        self.trains = False
+        """Run all microbatches forward and backward; the last one sums gradients over the ranks.
+        `parts` are microbatches, `counts` their tokens.  Returns the double sum of loss * tokens,
+        zero on a rank without the last stage.
+        """
+
+        def again(part: Any, tokens: float, objective: Objective) -> object:
+            return self._run([part], [tokens], weights, objective, last=False)
+
+        objective = self.rerun.begin(self.objective, parts[0], counts[0], again)
+        return self._run(parts, counts, weights, objective)
+
+    def _run(
+        self,
+        parts: Sequence[Any],
+        counts: Sequence[float],
+        weights: LossWeights,
+        objective: Objective,
+        *,
+        last: bool = True,
+    ) -> Tensor:
+        loss, data = ScaledLoss(weights, self.device), self.data
+        if self.staging is None:
+            pairs = enumerate(zip(parts, counts, strict=True))
+            microbatches = [Microbatch(index, part, tokens) for index, (part, tokens) in pairs]
+            units = replace(self.units, last=len(parts) - 1 if last else None)
+            work = StageWork(self.stages, units, loss, objective, microbatches)
+            run(one_stage(len(parts)), self.axis, work, self.watch)
+            return loss.summed
+        seed, self.trains = _seed(data.consensus.axes), False
         for first in range(0, len(parts), self.microbatches):
             these = range(first, first + self.microbatches)
             microbatches = [
-                self._microbatch(k, parts[k], counts[k], seed + 1_000_003 * k) for k in these
+                self._microbatch(self.staging, k, parts[k], counts[k], seed) for k in these
             ]
             units = replace(self.units, weights=weights, versions=self.stale, postponed={})
-            work = StageWork(self.staging.stages, units, loss, self.objective, microbatches)
-            self.data.sync = these.stop == len(parts)
-            self.data.order.begin_run()
+            work = StageWork(self.stages, units, loss, objective, microbatches)
+            data.sync = these.stop == len(parts)
+            data.order.begin_run()
             with self._whole_run(), self.stale.running() if self.stale else nullcontext():
-                run(self.staging.schedule, self.staging.axis, work, self.watch)
-            self.data.end_run()
-            self.staging.share_buffers(each.trace for each in microbatches)
+                run(self.schedule, self.axis, work, self.watch)
+            self._end(microbatches)
         if self.stale is None:
-            self.data.reduce_last()
-        for flat in () if self.trains else self.data.consensus.trained:
+            data.reduce_last()
+        for flat in () if self.trains else data.consensus.trained:
             flat.grads.has_grad = [False] * len(flat.params)  # earlier stages received zeros
         return loss.summed
 
-    def _microbatch(self, index: int, part: Any, tokens: float, seed: int) -> Microbatch:
-        size = self.staging.schedule.update
-        place, update = index % self.microbatches, index // size if size else 0
-        traced = self._trace(part)
-        self.trains |= traced.trains
-        of = traced.trace, traced.lengths, seed, traced.written
+    def _microbatch(
+        self, staging: Staging, number: int, part: Any, tokens: float, seed: int
+    ) -> Microbatch:
+        size = self.schedule.update
+        place, update = number % self.microbatches, number // size if size else 0
+        traced = self._trace(staging, part)
+        self.trains = self.trains or traced.trains
+        of = traced.trace, traced.lengths, seed + 1_000_003 * number, traced.written
         return Microbatch(place, part, tokens, update, *of)
 
     @contextmanager
     def _whole_run(self) -> Iterator[None]:
         """Around a run; raises after an interrupted one, whose messages may still arrive."""
-        if self.interrupted and self.staging.axis.size > 1:
+        if self.interrupted and self.axis.size > 1:
             raise RunError(
                 "The previous run of the schedule was interrupted, and its messages could be "
                 "received as messages of this run. Restart the processes, build the engine again, "
@@ -129,21 +188,29 @@ class Pipelined:
         yield
         self.interrupted = False
 
+    def _end(self, microbatches: Sequence[Microbatch]) -> None:
+        """End a run of a pipeline."""
+        if self.staging is not None:
+            self.data.end_run()
+            self.staging.share_buffers(each.trace for each in microbatches)
+
     @torch.no_grad()
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
         """Run one microbatch forward in eval mode; the result is on the last stage's rank."""
         staging, result = self.staging, Result()
-        with eval_mode(self.model, *staging.stages.layers.elsewhere):
-            part = Microbatch(0, None, 0, 0, *self._trace_call(call))
-            of = staging.stages, self.units, result, lambda m, *_: call(m), [part]
+        with eval_mode(self.model, *(staging.stages.layers.elsewhere if staging else ())):
+            traced = self._trace_call(staging, call) if staging else _Traced(NOTHING_CROSSES, {})
+            part = Microbatch(0, None, trace=traced.trace, lengths=traced.lengths)
+            of = self.stages, self.units, result, lambda m, *_: call(m), [part]
             with self._whole_run():
                 work = StageWork(*of, trains=False)
-                run(forward_only(staging.schedule, staging.stages.count), staging.axis, work)
-            self.data.end_run()
-            staging.share_buffers([part.trace])
+                run(forward_only(self.schedule, self.stages.count), self.axis, work)
+            self._end([part])
+        if staging is None:
+            self.data.end_evaluation()
         return result.value
 
-    def _trace(self, part: Any) -> "_Traced":
+    def _trace(self, staging: Staging, part: Any) -> "_Traced":
         """What crosses for a microbatch of these shapes; traced once for each shape."""
 
         def make() -> _Traced:
@@ -154,7 +221,7 @@ class Pipelined:
                 copies.append(copied(part))
                 losses.append(self.objective(model, part, copies[-1]))
 
-            traced = self._trace_call(call)
+            traced = self._trace_call(staging, call)
             trains = reaches(losses[-1], stages.layers.numbers)
             return traced._replace(trains=trains, written=is_written(copies[0]))
 
@@ -162,22 +229,22 @@ class Pipelined:
             of = (part, copied(part)) if known.written else (part,)
             return stages.fits(known.trace, lambda model: self.objective(model, *of))
 
-        stages = self.staging.stages
+        stages = staging.stages
         return self.known.get(part, stages.layers.modes, make, fits)
 
-    def _probe(self, call: Callable[[nn.Module], Any]) -> ActivationProbe | None:
+    def _probe(self, staging: Staging, call: Callable[[nn.Module], Any]) -> ActivationProbe | None:
         """Answers reads of activations, where that needs no other ranks than the pipeline's."""
         alone = all(axis.size == 1 for axis in self.data.consensus.axes)
         gathers = any(unit.reshards for unit in self.data.units.order)
         if not alone and (gathers or not self.units.apart):
             return None  # data ranks may trace other shapes, at other times
-        return ActivationProbe(self.staging, call, self.units)
+        return ActivationProbe(staging, call, self.units)
 
-    def _trace_call(self, call: Callable[[nn.Module], Any]) -> "_Traced":
-        stream = self.staging.beside.stream
+    def _trace_call(self, staging: Staging, call: Callable[[nn.Module], Any]) -> "_Traced":
+        stream = staging.beside.stream
         stream.begin()
-        trace = self.staging.stages.trace(call, self._probe(call))
-        for stage, own in self.staging.stages.layers.own.items():
+        trace = staging.stages.trace(call, self._probe(staging, call))
+        for stage, own in staging.stages.layers.own.items():
             self.data.read_outside(p for n, p in own.items() if n in trace.read[stage])
         return _Traced(trace, stream.lengths.known)
 
@@ -197,18 +264,25 @@ def reaches(loss: Tensor, numbers: Container[int]) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class ScheduledUnits:
-    """The units of this rank's stages, gathered and freed by hooks during each action. With
-    `versions`, the backward pass of a microbatch uses the weights of its forward pass.
+class EngineUnits:
+    """The units of a model, or of this rank's stages: hooks gather and free them in each action.
+
+    versions   the backward pass of a microbatch uses the weights of its forward pass
+    last       without a pipeline, the microbatch whose backward pass reduces gradients
     """
 
     data: Data
     applied: Sequence[Applied]
-    staging: Staging
-    apart: bool
+    staging: Staging | None
     weights: LossWeights | None = None
     versions: Stale | None = None
+    last: int | None = None
     postponed: dict[tuple[int, int], Products] = field(default_factory=dict)  # by I, for W
+
+    @property
+    def apart(self) -> bool:
+        """Whether this rank computes no rows of others: without tokens its gradients are zero."""
+        return not any(each.mixes for each in self.applied)
 
     @property
     def stream(self) -> Stream:
@@ -216,11 +290,20 @@ class ScheduledUnits:
 
     @contextmanager
     def around(self, op: str, stage: int, microbatch: Microbatch) -> Iterator[None]:
-        """Around a forward, also sets the random seed of this step, microbatch and stage."""
-        data, staged, device = self.data, self.data.staged, self.staging.stages.device
-        assert staged is not None
+        """Around a forward of a pipeline, also sets the random seed of this step, microbatch and
+        stage.
+        """
+        data, staged, device = self.data, self.data.staged, self.data.consensus.device
         data.consensus.phase("forward" if op == "F" else "backward")
         data.mute = self.apart and microbatch.tokens == 0
+        if staged is None:
+            if op == "F":
+                data.begin_forward()
+            data.sync = microbatch.index == self.last
+            with during(self.applied, device):
+                yield
+            data.end_pass()
+            return
         data.enter(stage, op, graded=graded(stage, microbatch.trace))
         with ExitStack() as entered:
             if self.versions is not None:
@@ -239,6 +322,8 @@ class ScheduledUnits:
         data.leave()
 
     def reduce(self, stage: int) -> None:
+        if self.staging is None:
+            return  # hooks began each reduction when the last backward completed its unit
         self.data.consensus.phase("backward")
         self.data.reduce_stage(stage)
 
@@ -252,8 +337,8 @@ def graded(stage: int, trace: StageTrace) -> bool:
     return stage > 0 and any(spec.requires_grad for spec in trace.bundles[stage - 1])
 
 
-def _place(axes: Sequence[Axis]) -> int:
+def _seed(axes: Sequence[Axis]) -> int:
     place = 0
     for axis in axes:
         place = place * axis.size + axis.rank
-    return place
+    return int(torch.randint(2**61, (), dtype=torch.int64, device="cpu")) + 2_147_483_647 * place
