@@ -44,7 +44,7 @@ from shardwise.verify.oracles.oracle import Oracle, Weights
 from shardwise.verify.oracles.oracles import is_asynchronous, oracles_of
 from shardwise.verify.report import Report, report
 from tests.engine.cases import Case, Task, build, options_of
-from tests.engine.tensors import ADAMW, mine, uses_of
+from tests.engine.tensors import ADAMW, kept, mine, uses_of
 from tests.plans import ON_PROCESSES, TASKS, kind_of
 from tests.pool import run_gloo, run_gpu, run_threads
 
@@ -155,7 +155,9 @@ def trained(engine: Engine, dry: DryTwin, proof: Proof, expected: Expected) -> T
         found.steps.append(kept_step(engine, metrics))
         found.costs = found.costs.after(engine, theory, uses, expected.loads[step])
         if "tp" not in proof.text and "cp" not in proof.text:  # whose ranks compare batches
-            found.costs = replace(found.costs, hold=found.costs.hold and every == counted)
+            found.costs = replace(
+                found.costs, hold=found.costs.hold and every == counted == metrics.bytes
+            )
         note_memory(found, engine, dry, f"after step {step + 1}")
     # where activations alone come and go; of experts a prediction assumes that loads are even
     if host is not None and proof.plan.offload is None and proof.plan.ep == 1:
@@ -209,10 +211,6 @@ def kept_step(engine: Engine, metrics: Metrics) -> EngineStep:
     """The record of a step, which the next one does not change."""
     step = EngineStep.last(engine, metrics)
     return replace(step, gradients=kept(step.gradients))
-
-
-def kept(boxes: Sequence[Box]) -> list[Box]:
-    return [replace(box, tensor=box.tensor.detach().to("cpu", copy=True)) for box in boxes]
 
 
 def overflowing(engine: Engine, task: Task) -> tuple[bool, float, bool]:

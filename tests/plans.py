@@ -138,7 +138,7 @@ ON_PROCESSES = {
 }
 #: Words of no plan above, and where they are proved.
 ELSEWHERE = {
-    "offload:auto": "tests/engine/test_disk.py"  # chosen before any rank starts
+    "offload:auto": "tests/engine/test_offload.py"  # chosen before any rank starts
 }
 
 

@@ -15,9 +15,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing import forkserver
@@ -29,6 +30,14 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 from shardwise.comm.start import launch
 from tests.comm.hosts import enter_host
 from tests.forks import CONTEXT, Origin, rank_process
+
+
+def until(what: Callable[[], bool], seconds: float = 120.0) -> None:
+    """Wait for that; not for ever."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 class Program:

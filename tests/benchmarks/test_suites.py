@@ -1,23 +1,30 @@
 """Each suite of the benchmarks on a model of no size: all train the same, and numbers add up."""
 
 import json
+import shlex
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 
 from benchmarks import async_save, disk, table
+from benchmarks.__main__ import bench_command
 from benchmarks.contenders.contender import Contender, Loop, Setup, Task
-from benchmarks.contenders.roster import ROSTER, SUITES
+from benchmarks.contenders.ours import SCHEDULES
+from benchmarks.contenders.roster import ROSTER, SUITES, choose
 from benchmarks.measure import Record, measure
 from benchmarks.one_device import Pair, compare
 from benchmarks.table import least_bytes
 from shardwise.checkpoint.folder import find
 from shardwise.comm.world import World
+from shardwise.core.errors import InputError
 from shardwise.core.zero import ROWS
 from shardwise.models.gpt import GPTConfig
+from tests.house import ROOT
 from tests.pool import run_gloo
 
 MICRO = GPTConfig(vocabulary=64, layers=2, width=32, heads=4, kv_heads=2, hidden=48, sequence=8)
@@ -191,3 +198,98 @@ def test_saves_are_measured_beside_none(tmp_path: Path) -> None:
     assert (row.plan, row.ranks, row.parameters, row.rounds) == ("dp2 zero3 fp32", 2, COUNT, 2)
     assert min(row.step_s, row.ratio, row.held_s, row.write_s) > 0
     assert find(tmp_path).name == "step-000007" and "dp2 zero3" in async_save.as_text([row])
+
+
+MEDIANS = Task("micro", MICRO, (REFERENCE, "zero1"), rows=4, rounds=3)
+PROGRAM = "python -m benchmarks "
+
+
+def test_medians_are_of_the_slowest_rank_and_of_rounds() -> None:
+    """A round's time is its slowest rank's; the ratio is the median of the rounds' ratios."""
+    reference = Record(REFERENCE, [1.0, 2.0, 4.0], [8.0] * 3, [0.0] * 3, 10, 2.0)
+    sent, moved = [100.0 * table.MIB] * 3, [50.0 * table.MIB] * 3
+    ranks = [
+        [reference, Record("zero1", [1.0, 1.0, 1.0], sent, moved, 20, 1.0)],
+        [reference, Record("zero1", [2.0, 1.0, 3.0], [3 * one for one in sent], moved, 30, 3.0)],
+    ]
+    line = table.lines(MEDIANS, ranks)[1]
+    assert (line.step_s, line.ratio, line.wire_bytes) == (2.0, 0.75, 200 * table.MIB)
+    assert (line.peak_bytes, line.loss) == (30, 2.0)
+    assert line.note == "50.0 MiB moved after its time was taken"
+    # of two pairs in one run each is held against its own first
+    times = {"torch 1f1b:4": 2.0, "1f1b:4": 1.0, "torch zb-v:4": 4.0, "zb-v:4": 3.0}
+    task = replace(MEDIANS, contenders=tuple(times), rounds=1)
+    records = [Record(name, [step_s], [0.0], [0.0], 0, 1.0) for name, step_s in times.items()]
+    assert [line.ratio for line in table.lines(task, [records])] == [1.0, 0.5, 1.0, 0.75]
+
+
+def test_the_least_bytes_are_the_papers() -> None:
+    """2Ψ(n-1)/n in fp32, and 3Ψ(n-1)/n for zero3; 4L + 2 all-reduces of activations for `tp`."""
+    for row, volume in {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 3}.items():
+        assert least_bytes(row, MEDIANS, 4) == volume * MICRO.parameters * 4 * 3 // 4
+    tokens, width, layers = MEDIANS.rows * MICRO.sequence, MICRO.width, MICRO.layers
+    numel = (4 * layers + 2) * tokens * width + 3 * tokens
+    for ranks in (2, 4):
+        share = (ranks - 1) / ranks * 4
+        assert least_bytes("tp", MEDIANS, ranks) == 2 * numel * share
+        norms = 2 * (2 * layers + 1) * width  # with `sp` their gradients too
+        assert least_bytes("tp sp", MEDIANS, ranks) == (2 * numel + norms) * share
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_least_bytes_of_a_pipeline_are_the_boundaries(ranks: int) -> None:
+    """The stream forward and back over every boundary between ranks, whatever the microbatches."""
+    numel = MEDIANS.rows * MICRO.sequence * MICRO.width
+    loops, turns = 2 * ranks - 1, 2 * ranks - 2
+    crossings = {"interleaved": loops, "bfs": loops, "zb-v": turns, "dualpipe-v": turns}
+    for word in (word for word in SCHEDULES if ":8" in word):
+        many = crossings.get(word.partition(":")[0], ranks - 1)
+        assert least_bytes(word, MEDIANS, ranks) == 2 * numel * many * 4 // ranks
+
+
+def test_contenders_are_found_by_the_beginning_of_their_names() -> None:
+    """Capitals and spaces do not count; the reference always runs; none means all."""
+    assert choose("data", []) == SUITES["data"]
+    deepspeed = ("DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3")
+    assert choose("data", ["zero1", "deepspeed"]) == ("torch DDP", *deepspeed, "zero1")
+    assert choose("pipeline", ["zbv-4"]) == ("torch zb-v:4", "zb-v:4")
+    with pytest.raises(InputError, match='benchmarks data "zero3"'):
+        choose("data", ["zero4"])
+
+
+@pytest.mark.cases(9)
+@pytest.mark.parametrize(
+    ("words", "options", "phrase"),
+    [
+        (["nothing"], {}, "Write instead: python -m benchmarks data"),
+        (["tensors"], {}, "python -m benchmarks tensor"),
+        (["data", "nobody"], {}, "torch DDP"),
+        (["data"], {"nproc": 0}, "Write instead: --nproc 2"),
+        (["data"], {"device": "tpu"}, "Write instead: --device cpu"),
+        (["data", "zero3"], {"device": "cuda"}, "python -m benchmarks data --device cuda"),
+        (["data"], {"size": ["tiny"], "device": "cuda"}, "one rank on its own models"),
+        (["save"], {"size": ["small"]}, "--size 1M"),
+        (["save", "fsdp2"], {}, "python -m benchmarks save"),
+        (["disk", "/none"], {}, "python -m benchmarks disk ."),
+    ],
+)
+def test_bad_input_is_refused(words: list[str], options: dict, phrase: str) -> None:
+    """The paragraph says what is wrong and what to write instead."""
+    with pytest.raises(InputError, match=phrase):
+        bench_command(words, **options)
+
+
+def test_the_commands_of_the_results_are_those_of_the_program() -> None:
+    """Each suite exists, and each option is accepted by the parser."""
+    app = typer.Typer()
+    app.command()(bench_command)
+    parser = typer.main.get_command(app)
+    files = (ROOT / "benchmarks/results").glob("*.toml")
+    runs = [run for file in files for run in tomllib.loads(file.read_text()).get("run", ())]
+    commands = [line.strip() for run in runs for line in run["command"].split(";")]
+    lines = [line for line in commands if line.startswith(PROGRAM)]
+    assert len(lines) > 20
+    for line in lines:
+        argv = shlex.split(line.removeprefix(PROGRAM))
+        assert argv[0] in {*SUITES, "disk", "host", "save"}, line
+        parser.make_context("benchmarks", argv)

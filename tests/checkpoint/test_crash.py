@@ -5,7 +5,6 @@ import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,15 +12,15 @@ from safetensors.torch import load_file, save_file
 
 import shardwise as sw
 from shardwise.checkpoint.export import export, import_weights
-from shardwise.checkpoint.folder import all_in, find, prune
+from shardwise.checkpoint.folder import all_in, prune
 from shardwise.checkpoint.load import load
 from shardwise.checkpoint.lock import locked
 from shardwise.checkpoint.save import save
-from shardwise.comm.world import World, alone
+from shardwise.comm.world import alone
 from shardwise.core.errors import InputError, RunError
 from shardwise.engine.state.box import Box
-from tests.checkpoint.support import dies, engine_of, files, steps
-from tests.pool import run_gloo
+from tests.checkpoint.support import dies, engine_of, files
+from tests.engine.cases import fails
 
 
 def run_of(folder: Path, value: float, step: int = 7) -> Path:
@@ -134,32 +133,6 @@ def test_a_file_that_cannot_grow_leaves_what_was_there(tmp_path: Path, over: Wri
     assert value_in(to) == 1.0
 
 
-def save_where_one_cannot(world: World, folder: str) -> str:
-    engine = engine_of(world, "dp2 zero3 fp64")
-    steps(engine, 0, 1)
-    sw.save(engine, folder)
-    steps(engine, 1, 1)
-
-    def no_space(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.MonkeyPatch.context() as patch:
-        if world.rank == 1:
-            patch.setattr(Path, "open", no_space)
-        with pytest.raises(RunError) as caught:
-            sw.save(engine, folder)
-    return str(caught.value)
-
-
-def test_a_save_that_fails_on_one_rank_fails_on_all(tmp_path: Path):
-    """When one rank cannot write, every rank raises its error; the checkpoint of before stays."""
-    first, second = run_gloo(2, save_where_one_cannot, str(tmp_path))
-    assert first == second and "step 2 could not be saved" in first
-    assert "on rank 1, OSError: [Errno 28] No space left on device" in first
-    assert find(tmp_path) == tmp_path / "step-000001"
-    assert {path.name for path in tmp_path.iterdir()} == {"latest", "step-000001"}
-
-
 @pytest.mark.parametrize("over", [export_over, import_over])
 def test_a_second_writer_is_refused_by_name(tmp_path: Path, over: Writer):
     """The error of a second process names the one that writes, and no file changes."""
@@ -204,11 +177,7 @@ def test_old_checkpoints_that_stay_do_not_fail_a_save(
 ):
     """The new checkpoint is saved, and a warning says why the others are still there."""
     run_of(run_of(tmp_path, 1.0, step=6), 1.0, step=7)
-
-    def busy(*_: object, **__: object) -> None:
-        raise OSError(errno.EBUSY, "Device or resource busy")
-
-    monkeypatch.setattr("shardwise.checkpoint.folder.remove", busy)
+    monkeypatch.setattr("shardwise.checkpoint.folder.remove", fails(errno.EBUSY))
     with pytest.warns(UserWarning, match="could not be removed .*busy.*the new one is saved"):
         sw.save(engine_of(alone(), "fp64"), tmp_path / "checkpoints", keep=1)
     assert len(all_in(tmp_path / "checkpoints")) == 3

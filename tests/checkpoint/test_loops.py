@@ -28,6 +28,7 @@ from tests.checkpoint.support import (
     save_by_all,
     steps,
 )
+from tests.engine.loops import wrap
 from tests.pool import run_gloo
 from tests.train.runs import ended
 
@@ -54,19 +55,11 @@ def optimizer_of(kind: str, module: nn.Module) -> Optimizer:
     return KINDS[kind]([{"params": weights}, {"params": biases, "lr": 0.003}], lr=0.02)
 
 
-def wrap(how: str, module: nn.Module, world: World) -> nn.Module:
-    if how == "Pipe":
-        return sw.Pipe(module, chunks=1, world=world)
-    if how == "DDP":
-        return sw.DDP(module, world)
-    return module if how == "plain" else sw.FSDP(module, how, units=1, world=world)
-
-
 def part(
     world: World, folder: str, how: str, kind: str, numbers: range, later: bool
 ) -> dict[str, Any]:
     """Steps of a loop, from a checkpoint if `later`, to one if not; those of "plain" alone."""
-    module = wrap(how, Sum(), world)
+    module = Sum() if how == "plain" else wrap(how, Sum(), world)
     optim = optimizer_of(kind, module)
     scheduler = torch.optim.lr_scheduler.StepLR(optim, 2, 0.5)
     if later:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, load_model, save_file
+from safetensors.torch import load_file, load_model
 from torch import nn
 
 import shardwise as sw
@@ -17,10 +17,9 @@ from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.models import hf
 from shardwise.models.registry import find
-from shardwise.train.prepare import RunStart
 from tests.checkpoint.support import squares, steps
-from tests.pool import run_gloo, run_threads
-from tests.train.runs import ended, run, settings
+from tests.pool import run_gloo
+from tests.train.runs import ended
 
 SGD = sw.SGD(lr=0.1)
 
@@ -98,34 +97,6 @@ def test_imported_weights_begin_a_run_under_any_plan(plan: str, saved: Saved, tm
     assert all(torch.equal(value, saved[1][key].to(value)) for key, value in state.items())
 
 
-# --- models on the meta device ------------------------------------------------------------------
-
-
-def layers(count: int, size: int) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(size, size) for _ in range(count)))
-
-
-def filled(world: World, folder: str) -> dict[str, Any]:
-    with torch.device("meta"):
-        model = layers(2, 6)
-    fill = sw.fill_from(folder)
-    engine = sw.parallelize(model, "dp2 zero3 fp32", world, loss=squares, fill=fill)
-    return sw.full_state_dict(engine)
-
-
-def test_a_model_on_the_meta_device_is_filled_from_a_folder(tmp_path: Path):
-    """No rank makes the model: each unit is read as it is built."""
-    state = layers(2, 6).state_dict()
-    save_file(state, tmp_path / "model.safetensors")
-    found = run_threads(2, filled, str(tmp_path))[0]
-    assert all(torch.equal(value, state[key]) for key, value in found.items())
-    fill = sw.fill_from(tmp_path)
-    with pytest.raises(InputError, match=r"the weight 2\.weight, which is not in"):
-        fill("2.weight", torch.ones(6, 6))
-    with pytest.raises(InputError, match=r"the weight 0\.weight of shape \(3, 6\)"):
-        fill("0.weight", torch.ones(3, 6))
-
-
 # --- models of transformers ---------------------------------------------------------------------
 
 
@@ -171,6 +142,15 @@ def test_a_model_of_transformers_is_filled_from_a_folder(name: str, tmp_path: Pa
         assert got == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_weight_that_a_folder_has_not_is_refused(saved: Saved, tmp_path: Path):
+    """By its name, or by its shape."""
+    fill = sw.fill_from(export(saved[0], tmp_path / "weights").path)
+    with pytest.raises(InputError, match=r"the weight 2\.weight, which is not in"):
+        fill("2.weight", torch.ones(6, 6))
+    with pytest.raises(InputError, match=r"the weight enter\.weight of shape \(3, 6\)"):
+        fill("enter.weight", torch.ones(3, 6))
+
+
 def test_a_folder_of_transformers_is_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """`hf:./folder` has the weights of the folder; those of single experts are stacked there."""
     pytest.importorskip("transformers")
@@ -187,18 +167,6 @@ def test_a_folder_of_transformers_is_a_model(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(InputError, match=r"\.experts\.0\..* --model hf:.*experts\."):
         import_weights(tmp_path / "experts", tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.full
-def test_a_run_of_train_begins_with_exported_weights(tmp_path: Path):
-    """Trained, exported, imported into another run, and resumed there from step 0."""
-    first = run(settings(tmp_path / "first"))
-    export(tmp_path / "first" / "checkpoints", tmp_path / "weights")
-    assert json.loads((tmp_path / "weights/config.json").read_text())["width"] == 16
-    import_weights(tmp_path / "weights", tmp_path / "second")
-    second = run(settings(tmp_path / "second"), start=RunStart(resume=True))
-    assert [r.step for r in second] == [r.step for r in first]
-    assert second[0].loss < first[0].loss
 
 
 # --- the commands -------------------------------------------------------------------------------

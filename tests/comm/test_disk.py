@@ -30,6 +30,7 @@ from shardwise.core.buffer_sizes import (
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
 from shardwise.core.tally import Key, Tally
+from tests.engine.cases import fails
 from tests.pool import CPU
 
 BUFFER_BYTES = CHUNK_NUMEL * 4
@@ -109,13 +110,9 @@ def test_values_written_to_the_map_are_read(
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
 def test_an_error_of_the_disk_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str):
     """Full, read-only, gone: the first error reaches the caller, with the system's words."""
-
-    def fail(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     disk = opened(tmp_path)
     extent = disk.allocate("x", 9 * CHUNK_NUMEL, torch.float32)
-    monkeypatch.setattr(os, call, fail)
+    monkeypatch.setattr(os, call, fails(errno.ENOSPC))
 
     def use() -> None:
         write(disk, extent, torch.zeros(extent.numel))
@@ -130,23 +127,16 @@ def test_a_folder_that_cannot_hold_the_states_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Missing, a file, read-only, full: InputError before anything is trained."""
-
-    def refuse(code: int) -> Any:
-        def fail(*_: object, **__: object) -> None:
-            raise OSError(code, os.strerror(code))
-
-        return fail
-
     (tmp_path / "file").touch()
     for wrong, words in (("none", "not there"), ("file", "no folder")):
         with pytest.raises(InputError, match=words):
             Disk(tmp_path / wrong, 0, Ledger())
     with monkeypatch.context() as patch:
-        patch.setattr(module.tempfile, "TemporaryFile", refuse(errno.EROFS))
+        patch.setattr(module.tempfile, "TemporaryFile", fails(errno.EROFS))
         with pytest.raises(InputError, match="Read-only file system"):
             Disk(tmp_path, 0, Ledger())
     disk = opened(tmp_path)
-    monkeypatch.setattr(os, "posix_fallocate", refuse(errno.ENOSPC))
+    monkeypatch.setattr(os, "posix_fallocate", fails(errno.ENOSPC))
     with pytest.raises(InputError, match="No space left on device"):
         disk.allocate("x", 10, torch.float32)
 

@@ -22,7 +22,7 @@ from shardwise.comm.start import excepthook
 from shardwise.comm.start.launch import launch, spawn
 from shardwise.comm.world import init
 from shardwise.core.errors import InputError, RankError, bad
-from tests.programs import run_program, start_program
+from tests.programs import run_program, until
 
 ROOT = Path(__file__).parents[2]
 START = """
@@ -32,13 +32,6 @@ from shardwise.comm.start.launch import launch
 if __name__ == "__main__":
     sys.exit(launch(sys.argv[1:], 2, "tests.comm.program"))
 """
-
-
-def wait_for(*paths: Path) -> None:
-    end = time.monotonic() + 60
-    while not all(path.exists() and path.stat().st_size for path in paths):
-        assert time.monotonic() < end, f"{paths} did not appear"
-        time.sleep(0.02)
 
 
 def is_alive(pid: int) -> bool:
@@ -250,23 +243,6 @@ def test_launch_shows_what_the_ranks_say_once(
     assert "elastic" not in printed and "runpy" not in printed
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("what", "number", "code"),
-    [("saves", signal.SIGTERM, 0), ("waits", signal.SIGINT, 128 + signal.SIGINT)],
-)
-def test_launch_forwards_signals(what: str, number: int, code: int, tmp_path: Path):
-    """A signal reaches every rank: ranks that save and leave give 0, those that do not 128 + n."""
-    program = ["-c", START, what, str(tmp_path)]
-    with start_program(program, ROOT, {"TMPDIR": str(tmp_path)}) as process:
-        wait_for(*(tmp_path / f"pid-{rank}" for rank in range(2)))
-        process.send_signal(number)
-        _, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (code, "")
-    assert len(list(tmp_path.glob("saved-*"))) == (2 if what == "saves" else 0)
-    assert not any_alive(tmp_path)
-
-
 SPAWN = """
 import signal, sys
 from pathlib import Path
@@ -296,14 +272,12 @@ def test_ranks_end_with_their_launcher(source: str, number: int, tmp_path: Path)
     environ = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     argv = [sys.executable, str(script), "saves", str(tmp_path)]
     with subprocess.Popen(argv, env=environ, stderr=subprocess.PIPE, text=True) as process:
-        wait_for(*(tmp_path / f"pid-{rank}" for rank in range(2)))
+        pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
+        until(lambda: all(file.exists() and file.stat().st_size for file in pids))
         process.send_signal(number)
         _, said = process.communicate(timeout=60)
     assert number == signal.SIGKILL or said.rstrip().endswith("KeyboardInterrupt")
-    end = time.monotonic() + 10
-    while any_alive(tmp_path):
-        assert time.monotonic() < end, "a rank lives on"
-        time.sleep(0.05)
+    until(lambda: not any_alive(tmp_path), 10)
 
 
 # --- an InputError that ends a run of several ranks -----------------------------------------------
@@ -362,15 +336,6 @@ def test_an_input_error_is_one_paragraph(how: str, where: str, tmp_path: Path):
     # of the rank that prints; torchrun may end others before they come to their error
     left = tmp_path / f"left-{1 if where == '1' else 0}.txt"
     assert left.read_text() == "in an open file, by a handler"
-
-
-@pytest.mark.full
-def test_an_incomplete_environment_is_one_paragraph():
-    """RANK without the rest ends a script without a traceback, and with exit code 2."""
-    argv = ["-c", "import shardwise as sw; sw.init()"]
-    done = run_program(argv, variables={"RANK": "x", "WORLD_SIZE": "2"})
-    assert done.stderr.count("\n") == 1 and "Given: " in done.stderr
-    assert done.returncode == 2
 
 
 @pytest.fixture

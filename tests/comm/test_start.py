@@ -4,10 +4,8 @@ import errno
 import importlib.util
 import os
 import re
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -33,7 +31,8 @@ from shardwise.comm.start.rendezvous import (
 )
 from shardwise.core.errors import InputError
 from tests.comm.hosts import HOSTS, joined_hosts, set_link
-from tests.programs import Program, run_program, start_program
+from tests.engine.cases import fails
+from tests.programs import run_program, start_program
 
 ROOT = Path(__file__).parents[2]
 
@@ -166,11 +165,7 @@ def test_a_host_without_the_named_or_any_network_is_told(monkeypatch: pytest.Mon
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nope")
     with pytest.raises(InputError, match="no interface nope on"):
         require_interfaces()
-
-    def unreachable(*_: object) -> None:
-        raise OSError(errno.ENETUNREACH, "Network is unreachable")
-
-    monkeypatch.setattr(socket, "create_connection", unreachable)
+    monkeypatch.setattr(socket, "create_connection", fails(errno.ENETUNREACH))
     with pytest.raises(InputError, match="ip link set lo up"):
         require_loopback()
 
@@ -276,27 +271,6 @@ def test_a_script_runs_unchanged_under(launcher: str, expected: dict[str, str], 
     if launcher != "torchrun" and importlib.util.find_spec(launcher) is None:
         pytest.skip(f"{launcher} is not installed: pip install {launcher}")
     assert printed(tmp_path, launcher) == expected
-
-
-@pytest.mark.full
-def test_a_script_runs_unchanged_in_the_environment_of_srun(
-    expected: dict[str, str], tmp_path: Path
-):
-    """With the variables that srun sets for each task, whether or not Slurm is here."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    if shutil.which("srun") and "SLURM_JOB_ID" in os.environ:  # inside of an allocation
-        command = ["srun", "--ntasks", "2", sys.executable, str(script)]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        assert losses(done.stdout) == expected
-        return
-    started = list[Program]()
-    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_ID": "0"}
-    step |= {"SLURM_JOB_ID": str(free_port()), "MASTER_PORT": str(free_port())}
-    for rank in ("0", "1"):
-        own = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "PYTHONPATH": str(ROOT)}
-        started.append(start_program([str(script)], variables=step | own))
-    assert losses("".join(each.communicate(timeout=120)[0] for each in started)) == expected
 
 
 # --- the environment of a rank --------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch.distributed.run import get_args_parser
 
 from shardwise.cli.main import main
 from tests.docs.pages import PAGES, ROOT, blocks, file_of
-from tests.migrate.files import DEEPSPEED, LAUNCHED, TITAN, titan, written
+from tests.migrate.test_migrate import DEEPSPEED, LAUNCHED, TITAN, titan, written
 from tests.programs import run_program
 from tests.train.runs import model_folder as small_model
 

@@ -1,5 +1,6 @@
 """Small models, batches that do not divide, and the oracle: the same training in plain PyTorch."""
 
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -211,6 +212,15 @@ def refusal(act: Callable[[], object]) -> str:
     with pytest.raises(InputError) as caught:
         act()
     return str(caught.value)
+
+
+def fails(code: int) -> Callable[..., Any]:
+    """A call that the system refuses."""
+
+    def call(*_: object, **__: object) -> Any:
+        raise OSError(code, os.strerror(code))
+
+    return call
 
 
 def difference(a: Tensor, b: Tensor) -> float:

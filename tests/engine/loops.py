@@ -57,9 +57,13 @@ def rows(step: int, rank: int) -> Tensor:
 
 
 def wrap(how: str, model: nn.Module, world: World) -> nn.Module:
-    """DDP, or FSDP under a strategy; hybrid with two ranks a group; "offload" after it."""
+    """DDP, a pipe of one chunk, or FSDP under a strategy; hybrid with two ranks a group; "offload"
+    after it.
+    """
     if how == "DDP":
         return sw.DDP(model, world)
+    if how == "Pipe":
+        return sw.Pipe(model, 1, world=world)
     strategy, _, offload = how.partition(" ")
     options: dict[str, Any] = {"shard_size": 2 if "HYBRID" in how else None}
     return sw.FSDP(model, strategy, units=1, world=world, cpu_offload=bool(offload), **options)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,23 +55,14 @@ def gpt_task(shape: str = "untied", rows: int = 7) -> Task:
     return Task(partial(made, shape), partial(text, rows=rows))
 
 
-class Piece(NamedTuple):
-    """What a rank holds of one tensor, and where it lies in the whole."""
-
-    name: str
-    offsets: tuple[int, ...]
-    values: Tensor
-    replica: int
-
-
 @dataclass
 class Held:
     """What one rank saw of a training; `memory` is measured, and predicted."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
-    grads: list[list[Piece]] = field(default_factory=list)
-    weights: list[Piece] = field(default_factory=list)
+    grads: list[list[Box]] = field(default_factory=list)
+    weights: list[Box] = field(default_factory=list)
     costs: Costs = field(default_factory=Costs)
     memory: tuple[dict[str, int], dict[str, int]] = ({}, {})
     lines: dict[Key, Tally] = field(default_factory=dict)
@@ -92,20 +83,26 @@ class Held:
         return self
 
 
-def pieces(boxes: list[Box], kind: str) -> list[Piece]:
-    """Copies on the host of the boxes of a kind, by the names of parameters."""
-    found = [b for b in boxes if b.name.startswith(kind)]
-    return [
-        Piece(
-            *(b.name.removeprefix(kind), b.offsets),
-            *(b.tensor.detach().to("cpu", copy=True), b.replica),
-        )
-        for b in found
-    ]
+def kept(boxes: Sequence[Box]) -> list[Box]:
+    """Copies on the host, which the next step does not change."""
+    return [replace(box, tensor=box.tensor.detach().to("cpu", copy=True)) for box in boxes]
+
+
+def pieces(boxes: list[Box], kind: str) -> list[Box]:
+    """Copies of the boxes of a kind, by the names of parameters."""
+    found = kept([box for box in boxes if box.name.startswith(kind)])
+    return [replace(box, name=box.name.removeprefix(kind)) for box in found]
 
 
 def sent(engine: Engine) -> dict[Key, int]:
     return sent_bytes(engine.last)
+
+
+def step_as_predicted(engine: Engine, dry: DryTwin, batch: Any) -> Metrics:
+    """A step, which sends what the dry run says."""
+    theory, metrics = dry.step(engine, batch), engine.step(batch)
+    assert sent(engine) == theory
+    return metrics
 
 
 def mine(engine: Engine, batch: Any) -> Any:
@@ -183,7 +180,7 @@ def holds(
     return ranks
 
 
-def assert_pieces(ranks: list[list[Piece]], wholes: dict[str, Tensor], tolerance: float) -> None:
+def assert_pieces(ranks: list[list[Box]], wholes: dict[str, Tensor], tolerance: float) -> None:
     """Every rank's pieces are those of the wholes, relative to the largest element. Where that is
     less than a thousandth of the largest of all tensors, to the thousandth: a gradient that is zero
     but for rounding has no digits.
@@ -192,11 +189,10 @@ def assert_pieces(ranks: list[list[Piece]], wholes: dict[str, Tensor], tolerance
     times = {name: torch.zeros(whole.shape) for name, whole in wholes.items()}
     for piece in (piece for rank in ranks for piece in rank):
         whole = wholes[piece.name]
-        sizes = piece.values.shape
-        at = tuple(slice(o, o + s) for o, s in zip(piece.offsets, sizes, strict=True))
+        at = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
         scale = max(float(whole.abs().max()), 1e-3 * largest)
-        if piece.values.numel():
-            worst = float((piece.values.double() - whole[at].double()).abs().max())
+        if piece.tensor.numel():
+            worst = float((piece.tensor.double() - whole[at].double()).abs().max())
             assert worst <= tolerance * scale, piece.name
         if piece.replica == 0:
             times[piece.name][at] += 1

@@ -14,10 +14,8 @@ import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.core.tools.structure import Structure
-from tests.engine.cases import Case, Task, difference, refusal, settled, squares, vectors
+from tests.engine.cases import difference, refusal, settled, squares
 from tests.engine.loops import rows, steps, wrap
-from tests.engine.pipelines import SGD
-from tests.engine.tensors import equals_one
 from tests.engine.test_programs import by_weight, coder, penalised
 from tests.engine.test_wrapped import apply_in_backward
 from tests.engine.zoo import make
@@ -389,18 +387,6 @@ def test_a_part_that_is_compiled_in_its_place_is_no_change():
     model.head = layer()
     with pytest.raises(InputError, match=r"head \(replaced\)"):
         structure.require_unchanged()
-
-
-def freezing(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    for p in model.get_submodule("blocks.0").parameters():
-        p.requires_grad_(False)
-    return nn.functional.mse_loss(model(batch[0]), batch[1])
-
-
-def test_a_loss_may_freeze_a_part():
-    """Of which each rank holds pieces."""
-    task = Task(partial(make, "stack"), vectors, freezing, None)
-    equals_one(run_threads, task, Case("dp2 zero3 fp64", **SGD))
 
 
 WRITES: dict[str, Callable[[Any], object]] = {

@@ -13,6 +13,7 @@ import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.models import hf, user
+from shardwise.models.registry import find
 from shardwise.techniques.tensor.source import shapes, table_of
 from shardwise.techniques.tensor.tensor_table import assign
 from tests.engine import loops
@@ -22,29 +23,15 @@ from tests.verify.test_command import shortly
 
 # --- transformers ---------------------------------------------------------------------------------
 
-SMALL: dict[str, dict[str, Any]] = {
-    "Llama": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4},
-    "GPT2": {"n_embd": 16, "n_layer": 4, "n_head": 4, "bos_token_id": 0, "eos_token_id": 1},
-    "Bert": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4},
-    "T5": {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4},
-    "Bart": {
-        "d_model": 16,
-        **{f"{half}_layers": 2 for half in ("encoder", "decoder")},
-        **{f"{half}_attention_heads": 4 for half in ("encoder", "decoder")},
-        **{f"{half}_ffn_dim": 24 for half in ("encoder", "decoder")},
-    },
-}
-KINDS = {"Llama": "ForCausalLM", "GPT2": "LMHeadModel", "Bert": "ForMaskedLM"}
+TYPES = ("llama", "gpt2", "bert", "t5", "bart")
 
 
 def built(name: str) -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    heads = {"num_attention_heads": 4} if name in ("Llama", "Bert") else {}
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=32, decoder_start_token_id=0, pad_token_id=0, **SMALL[name], **heads
-    )
-    kind = KINDS.get(name, "ForConditionalGeneration")
-    return getattr(transformers, f"{name}{kind}")(config)
+    """A small model, whose blocks write to the cache that they are given."""
+    pytest.importorskip("transformers")
+    model: Any = find(f"hf:{name}").build()
+    model.config.use_cache = True
+    return model
 
 
 def padded(which: str) -> dict[str, Tensor]:
@@ -73,7 +60,7 @@ def hf_losses(world: World, name: str, which: str, plan: str) -> list[float]:
 
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("which", ["right", "left", "some"])
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", TYPES)
 def test_transformers_with_padding(name: str, which: str):
     """Masks that a stage looks at, inside of an encoder that is one layer too; with recomputation
     of blocks that write to the cache that they are given.
@@ -84,7 +71,7 @@ def test_transformers_with_padding(name: str, which: str):
         assert found == expected
 
 
-@pytest.mark.parametrize("name", ["Llama", "Bert"])
+@pytest.mark.parametrize("name", ["llama", "bert"])
 def test_a_model_of_transformers_on_meta(name: str):
     """Its own initial weights, the same under stages as in one process."""
     expected = hf_losses(alone(), name, "meta", "accumulate:4")

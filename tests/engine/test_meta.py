@@ -11,15 +11,16 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.world import World, alone, traced
 from shardwise.core.errors import InputError
+from shardwise.engine.state.box import Box
 from shardwise.models import gpt
 from shardwise.models.trainable import fill, initial
 from tests.engine.cases import PLANS, ranks_of, squares, text
-from tests.engine.tensors import SHAPES, Piece, assert_pieces, full_parameters, mine, pieces
+from tests.engine.tensors import SHAPES, assert_pieces, full_parameters, mine, pieces
 from tests.engine.zoo import Block, Stack
 from tests.pool import run_gloo, run_threads
 
 
-def born_pieces(world: World, plan: str, own: bool, shape: str) -> list[Piece]:
+def born_pieces(world: World, plan: str, own: bool, shape: str) -> list[Box]:
     """The weights of a GPT on meta, made by a fill or by its own modules; it takes a step."""
     with torch.device("meta"):
         model = gpt.GPT(SHAPES[shape])
@@ -44,7 +45,7 @@ def test_parts_and_stages_of_a_meta_model_begin_as_in_one_process(plan: str, own
     """Each rank has what one process would have made for it, to the bit; and trains."""
     shape = "untied" if "tp" in plan or "tile" in plan else "tied"
     if own:
-        whole = {piece.name: piece.values for piece in born_pieces(alone(), "fp32", own, shape)}
+        whole = {piece.name: piece.tensor for piece in born_pieces(alone(), "fp32", own, shape)}
     else:
         fill(plain := gpt.GPT(SHAPES[shape]), seed=5)
         whole = {name: p.detach() for name, p in plain.named_parameters()}

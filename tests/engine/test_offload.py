@@ -1,9 +1,17 @@
-"""Offload: on which thread and when states are updated, few units on the device at once."""
+"""Offload: on which thread and when states are updated, few units on the device at once; states on
+a disk, which may be slow or fail; a bound on a device's memory, and what fits it.
+"""
 
 import gc
+import os
+import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
 from threading import get_ident
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,18 +20,40 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload
 
 import shardwise as sw
+from shardwise.comm.tiers.disk import THREADS, DiskError, Used
+from shardwise.comm.tiers.tiers import Tiers
 from shardwise.comm.world import World, alone
+from shardwise.core.buffer_sizes import reserved_bytes
+from shardwise.core.errors import InputError
+from shardwise.core.plan.plan import Plan
+from shardwise.engine.checks.device_room import with_offload
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer.updating import MemoryOptimizer
+from shardwise.engine.predict import predict
 from shardwise.observe.meter import Meter
+from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.data import apply as shard
 from shardwise.techniques.data.apply import flats_of
 from shardwise.techniques.data.flat.flat_parameter import Flat
-from tests.engine.cases import Case, Task, build, oracle, ranks_of, settled, squares
+from shardwise.train.summary import disk_line
+from tests.engine.cases import (
+    Case,
+    Task,
+    build,
+    oracle,
+    ranks_of,
+    rows_task,
+    settled,
+    share,
+    squares,
+    tied_gpt,
+    vectors,
+)
 from tests.engine.loops import rows
-from tests.engine.tensors import Held, assert_parity, mine
+from tests.engine.pipelines import task as layers
+from tests.engine.tensors import Held, assert_parity, holds, mine
 from tests.engine.test_wrapped import data_of
-from tests.engine.zoo import make
+from tests.engine.zoo import dims, make
 from tests.pool import run_threads
 
 TASK = Task()
@@ -172,26 +202,6 @@ def test_fsdp_in_a_plain_loop(asked: Any):
 # --- updates that are one step late ---------------------------------------------------------------
 
 
-def late_overflow(world: World) -> list[tuple[bool, bool]]:
-    """Of four delayed steps, which were skipped, and after which an update was pending."""
-    words = "dp2 zero2 fp16 offload:optim-delayed=0"
-    engine = build(world, TASK, Case(words, options={"lr": 0.01, "eps": 1e-4}))
-    found = list[tuple[bool, bool]]()
-    for step in range(4):
-        before = [box.tensor.clone() for box in engine.boxes()] if step == 2 else []
-        engine.scale.value = 2.0**60 if step == 2 else 2.0**10
-        found.append((step_of(engine, step).skipped, bool(engine.optimizer.running)))
-        if step == 2:
-            assert all(map(torch.equal, before, [box.tensor for box in engine.boxes()]))
-    return found
-
-
-def test_an_overflow_of_a_delayed_step_is_skipped():
-    """The update of an overflowing step is never made, neither then nor one step later."""
-    for found in run_threads(2, late_overflow):
-        assert found == [(False, True), (False, True), (True, False), (False, True)]
-
-
 def test_states_are_read_after_the_update_beside_the_step(monkeypatch: pytest.MonkeyPatch):
     """A delayed update still runs when the program reads its states, which are those after it."""
     real = MemoryOptimizer._update
@@ -201,3 +211,234 @@ def test_states_are_read_after_the_update_beside_the_step(monkeypatch: pytest.Mo
     for step in range(3):
         engine.step(rows(step, 0))
         assert engine.optimizer.state[model.get_parameter("weight")]["step"].item() == step + 1
+
+
+# --- a disk ---------------------------------------------------------------------------------------
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch, delay_s: float) -> list[str]:
+    """Delay each read and write of a file; return a list that gets the name of each."""
+    made = list[str]()
+
+    def slow(name: str, real: Any, *given: Any) -> int:
+        made.append(name)
+        time.sleep(delay_s)
+        return real(*given)
+
+    for name in ("preadv", "pwritev"):
+        monkeypatch.setattr(os, name, partial(slow, name, getattr(os, name)))
+    return made
+
+
+@pytest.mark.parametrize("words", ["offload:optim@disk", "offload:param@disk"])
+def test_a_checkpoint_while_the_disk_writes(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Saving and `sw.full_state_dict` wait for the disk; a parameter without dims is loaded too."""
+    x, _ = vectors(0)
+    options: dict[str, Any] = {"loss": squares, "least_unit_bytes": 1}
+    plain, engine, again = (
+        sw.parallelize(
+            dims(),
+            f"{plan} fp64",
+            alone(),
+            optimizer=sw.AdamW(lr=1e-2),
+            offload_folder=str(tmp_path),
+            **options,
+        )
+        for plan in ("", words, words)
+    )
+    slow_down(monkeypatch, 0.01)
+    assert [plain.step(x).loss for _ in range(2)] == [engine.step(x).loss for _ in range(2)]
+    wanted, found = (sw.full_state_dict(each) for each in (plain, engine))
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    sw.save(engine, tmp_path / "saved")
+    sw.load(again, tmp_path / "saved")
+    assert [again.step(x).loss for _ in range(3)] == [plain.step(x).loss for _ in range(3)]
+
+
+DELAY_S, PAGE_BYTES = 0.001, 4096
+
+
+def wide(width: int) -> nn.Module:
+    return settled(nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8)))
+
+
+def wide_task(width: int) -> Task:
+    return rows_task(partial(wide, width), partial(vectors, rows=6, width=8))
+
+
+def waiting(world: World, width: int, plan: str) -> tuple[Held, Used, int, str, int]:
+    """A training, its use of the disk, the rank's chunks, the words, the bytes in host memory."""
+    task = wide_task(width)
+    engine, held = build(world, task, Case(plan, clip=0.5)), Held()
+    meter, disk = Meter(engine), engine.disk
+    assert disk is not None
+    disk.sync()
+    before, peaks = disk.use.so_far, list[int]()
+    for step in range(3):
+        with meter:
+            metrics = engine.step(mine(engine, task.batch(step)))
+        held.note(engine, metrics)
+        peaks.append(sum(meter.host_peak.values()))
+    disk.sync()
+    used = disk.use.so_far - before
+    assert disk.free == disk.buffers - 1  # the one that widens gradients is kept
+    chunks = sum(extent.chunks for extent in disk.extents)
+    unused_bytes = os.fstat(disk.file).st_size - sum(engine.disk_memory().values())
+    assert 0 <= unused_bytes < PAGE_BYTES * len(disk.extents)
+    held.ended(engine)
+    world.barrier()
+    gc.collect()
+    assert meter.leaks() == []
+    on_host = sum(engine.host_memory().values())
+    assert sum(engine.disk_memory().values()) >= 4 * on_host
+    assert max(peaks[1:]) <= on_host + 2 * COUNTS  # in the first step torch makes states
+    return held, used, chunks, disk_line(engine), on_host
+
+
+COUNTS = 2 * 4  # bytes of the step counts of two runs of parameters, which an update copies
+
+
+@pytest.mark.full
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("plan", ["dp2 zero2 offload:optim@disk", "dp2 zero3 offload:param@disk"])
+def test_a_slow_disk_is_waited_for(plan: str, monkeypatch: pytest.MonkeyPatch):
+    """More chunks than buffers, all slow: parity, no deadlock, and the run says how it waited. The
+    file holds the states, each in whole pages, and nothing else; a model of twice the size needs no
+    more host memory.
+    """
+    monkeypatch.setattr("shardwise.core.buffer_sizes.CHUNK_NUMEL", 512)
+    made, buffers = slow_down(monkeypatch, DELAY_S), set[int]()
+    for width in (2048, 4096):
+        found = run_threads(2, waiting, width, f"{plan} fp64")
+        wanted = oracle(wide_task(width), Case("ddp", clip=0.5))
+        assert_parity([held for held, *_ in found], wanted, 1e-10)
+        for _, used, chunks, words, on_host in found:
+            assert used.busy_s >= 3 * chunks * DELAY_S / THREADS  # each chunk is read in each step
+            assert used.waited_s > 0 < used.updated_s
+            assert words == "" or re.search(r"they waited \d+\.\d s for it$", words)
+            buffers.add(on_host)
+    assert {*made} == {"preadv", "pwritev"}
+    assert buffers == {reserved_bytes(2, 8, 512) + COUNTS}
+
+
+CHUNKED = [
+    ("pp2 gpipe:2 offload:param@disk", Task(tied_gpt)),
+    ("dp2 zero3 offload:optim@disk", Task(tied_gpt)),
+    ("dp2 zero3 offload:param@disk", layers("half frozen")),
+]
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize(("plan", "work"), CHUNKED)
+def test_several_chunks_and_frozen_weights(plan: str, work: Task, monkeypatch: pytest.MonkeyPatch):
+    """Chunks so short that each flat parameter has many; frozen weights are only read."""
+    monkeypatch.setattr("shardwise.core.buffer_sizes.CHUNK_NUMEL", 512)
+    for held in holds(run_threads, work, Case(f"{plan} fp64", clip=0.5)):
+        memory = held.memory[0]
+        assert memory["gradients"] == memory["optimizer"] == 0 < memory["optimizer on disk"]
+
+
+def failing_disk(world: World, folder: str, plan: str) -> tuple[list[str], float]:
+    """A step, a checkpoint, then the disk fails: what is said, and the loss of a fresh engine."""
+    case, said = Case(plan), list[str]()
+    engine = build(world, TASK, case)
+
+    def step(k: int) -> Any:
+        return engine.step(mine(engine, TASK.batch(k)))
+
+    step(0)
+    sw.save(engine, folder)
+    assert engine.disk is not None
+    engine.disk.sync()
+    os.ftruncate(engine.disk.file, 0)
+    for act in (lambda: step(1), lambda: step(1), lambda: sw.save(engine, folder)):
+        try:
+            act()
+        except DiskError as error:
+            said.append(str(error))
+        world.barrier()
+    engine = build(world, TASK, case)
+    sw.load(engine, folder)
+    return said, step(1).loss
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero2 offload:optim@disk", "dp2 zero3 offload:param@disk"])
+def test_a_disk_that_fails(tmp_path: Path, plan: str):
+    """The step fails, and all later ones; no checkpoint is made of it; the last one is whole."""
+    wanted = oracle(TASK, Case("ddp", steps=2))
+    for rank, (said, loss) in enumerate(
+        run_threads(2, failing_disk, str(tmp_path), f"{plan} fp64")
+    ):
+        assert len(said) == 3
+        for text in said:
+            assert f"Rank {rank} cannot read chunk 0 of 1" in text and "the file ends" in text
+        assert loss == pytest.approx(wanted.losses[1], rel=1e-10)
+
+
+@cache
+def unbounded(plan: Plan, rank: int) -> Prediction:
+    rows = share(TASK.batch(0), 0, plan.completed(None).data_size)
+    return predict(TASK.make(), plan, rows, rank=rank, loss=TASK.loss, units=1)
+
+
+def predicted(plan: Plan, rank: int = 0) -> Prediction:
+    """Of a plan without its bound, which changes nothing."""
+    return unbounded(replace(plan, device_memory_bytes=None), rank)
+
+
+def peak_of_two_steps(world: World, plan: str) -> int:
+    engine = build(world, TASK, Case(plan))
+    with Meter(engine) as meter:
+        for step in range(2):
+            engine.step(mine(engine, TASK.batch(step)))
+    return meter.peak_bytes
+
+
+def test_the_allocator_of_cuda_has_the_bound(monkeypatch: pytest.MonkeyPatch):
+    """As a fraction of the device's memory, until the engine is freed; a CPU has no bound."""
+    seen: list[tuple[float, torch.device]] = []
+    total = SimpleNamespace(total_memory=2**20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: total)
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda *given: seen.append(given)
+    )
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 0.75)
+    device = torch.device("cuda", 1)
+    for most_bytes in (2**19, 2**30):
+        Tiers(device=device).bound_device(most_bytes)
+    assert seen == [(0.5, device), (0.75, device), (1.0, device), (0.75, device)]
+    assert run_threads(1, peak_of_two_steps, "dp1 fp32 device_memory:1KiB")[0] > 1024
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("row", ["dp1", pytest.param("dp2 zero3", marks=pytest.mark.full)])
+def test_the_least_offload_that_fits(row: str):
+    """A tighter bound takes more: nothing, states, parameters; then a refusal."""
+    words = ("", "offload:optim", "offload:param")
+    peaks = [predicted(Plan.parse(f"{row} fp32 {word}")).device_peak for word in words]
+    assert peaks == sorted(peaks, reverse=True)
+    chosen = []
+    for peak in peaks:
+        bound = f"offload:auto device_memory:{peak}B"
+        plan = with_offload(Plan.parse(f"{row} fp32 {bound}"), predicted)
+        assert predicted(plan).device_peak <= peak
+        chosen.append(plan.offload)
+    assert chosen == [None, "optim", "param"]
+    tight = Plan.parse(f"{row} fp32 offload:auto device_memory:{min(peaks) - 1}B")
+    with pytest.raises(InputError, match=f"{min(peaks):,} bytes or more"):
+        with_offload(tight, predicted)
+
+
+@pytest.mark.full
+def test_it_fits_on_every_stage():
+    """The first stage keeps more activations, the last the head: the larger decides."""
+    plan = Plan.parse("pp2 1f1b:2 fp32")
+    peaks = [predicted(plan, rank).device_peak for rank in range(2)]
+    assert peaks[0] != peaks[1]
+    for rank in range(2):  # seen from either stage
+        for bound, expected in ((max(peaks), ""), (max(peaks) - 1, "optim")):
+            bounded = Plan.parse(f"{plan} offload:auto device_memory:{bound}B")
+            found = with_offload(bounded, partial(predicted, rank=rank))
+            assert (found.offload or "") == expected

@@ -7,18 +7,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RunError
 from shardwise.core.reduce_order import Act, UnitState
 from shardwise.core.unit_order import CallPlace, UnitOrder
 from shardwise.engine.engine import Engine
+from shardwise.engine.state.box import Box
 from tests.engine.cases import (
     Case,
     Task,
     build,
-    oracle,
     ranks_of,
     rows_task,
     settled,
@@ -27,16 +26,12 @@ from tests.engine.cases import (
 )
 from tests.engine.pipelines import ADAMW, MODELS, SGD, break_in, chain, deep, fragile, normed, task
 from tests.engine.tensors import (
-    Piece,
-    assert_counted,
-    assert_parity,
     assert_pieces,
     equals_one,
     gpt_task,
     holds,
     mine,
     pieces,
-    train,
 )
 from tests.engine.zoo import Buffered, Stack
 from tests.parallel.between import LateNorm, rows
@@ -84,20 +79,6 @@ def test_models(plan: str, name: str, options: dict[str, Any]):
     holds(run_threads, work, Case(f"{plan} fp64", clip=0.5, **options))
 
 
-def lopsided(engine: Engine, batch: Any) -> Any:
-    """All rows are the first data rank's."""
-    return batch if engine.data_rank == 0 else tree_map(lambda x: x[:0], batch)
-
-
-@pytest.mark.parametrize("plan", ["pp2 dp2 zero3 1f1b:3", "pp2 dp2 zb-v:4"])
-def test_a_data_rank_without_rows(plan: str):
-    """It takes part with weight zero, in every stage."""
-    case = Case(f"{plan} fp64", clip=0.5, **ADAMW)
-    ranks = run_threads(4, train, task(), case, lopsided)
-    assert_parity(ranks, oracle(task(), case), 1e-10)
-    assert_counted(ranks)
-
-
 # --- modules that are called in another order than they are defined in ----------------------------
 
 
@@ -129,7 +110,7 @@ def test_a_pipeline_is_cut_in_the_order_of_calls(plan: str):
 # --- what stages keep -----------------------------------------------------------------------------
 
 
-def states_of(world: World, work: Task, case: Case) -> list[Piece]:
+def states_of(world: World, work: Task, case: Case) -> list[Box]:
     """The weights and states of the optimizer after the steps of a case."""
     engine = build(world, work, case)
     for step in range(case.steps):
@@ -149,7 +130,7 @@ def test_statistics_are_of_the_microbatch(word: str, make: Callable[[], nn.Modul
         for ranks, plan in ((1, "accumulate:4"), (2, f"pp2 {word}"))
     )
     assert any("running_var" in piece.name for piece in wanted)
-    assert_pieces(found, {piece.name: piece.values for piece in wanted}, 1e-10)
+    assert_pieces(found, {piece.name: piece.tensor for piece in wanted}, 1e-10)
 
 
 # --- what breaks ----------------------------------------------------------------------------------

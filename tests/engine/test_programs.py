@@ -19,7 +19,7 @@ from shardwise.techniques.data.outputs import Output
 from tests.engine.cases import difference, settled, squares
 from tests.engine.loops import LOOPS, Loop, Side, adam, coder, rows, wrap
 from tests.engine.zoo import Buffered, dims, make
-from tests.pool import run_gloo, run_threads
+from tests.pool import run_threads
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "one-technique.md"
 Make = Callable[[], nn.Module]
@@ -346,13 +346,6 @@ def assert_program(name: str, how: str, run: Callable[..., list[Any]] = run_thre
 def test_a_program_computes_what_it_does_on_a_plain_module(name: str, how: str):
     """As if all ranks' losses had been averaged."""
     assert_program(name, how)
-
-
-@pytest.mark.parametrize("how", ["DDP", "NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD"])
-def test_programs_on_processes(how: str):
-    """The same on gloo."""
-    for name in ("unsynced", "inference"):
-        assert_program(name, how, run_gloo)
 
 
 def test_what_is_plain_is_not_opaque():

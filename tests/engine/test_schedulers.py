@@ -26,12 +26,8 @@ GROUPS = {"*.bias": {"lr": 0.02, "weight_decay": 0.0}}
 #: Name: the scheduler, made on an optimizer with two groups.
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, [lambda n: 1 / (n + 1), lambda n: 0.5**n]),
-    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda n: 0.9**n),
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.1),
-    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.7),
     "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, total_iters=2),
     "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2),
     "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.1, 2, cycle_momentum=True),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=8),
     "SequentialLR": lambda o: lr_scheduler.SequentialLR(

@@ -11,7 +11,6 @@ from torch.optim import SGD, Adafactor, Muon
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
-from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan
 from shardwise.engine import rank_zero_weights
 from shardwise.engine.optimizer.elementwise import Lion
@@ -34,9 +33,9 @@ from tests.engine.cases import (
     squares,
     text,
 )
-from tests.engine.loops import adam, rows, steps
+from tests.engine.loops import adam, rows, steps, wrap
 from tests.engine.tensors import ADAMW, full_parameters, gpt_task, mine
-from tests.engine.test_unwrap import State, buffered, wrapped
+from tests.engine.test_unwrap import State, buffered
 from tests.engine.zoo import Buffered, Gated, dims, gated
 from tests.parallel import layers
 from tests.pool import run_gloo, run_threads
@@ -227,13 +226,6 @@ def test_parts_that_are_compiled_in_their_place_keep_their_keys(wrap_first: bool
     assert list(sw.full_state_dict(module)) == expected
 
 
-def test_a_module_that_is_not_wrapped_is_refused():
-    """It has a state_dict of its own."""
-    for given in (nn.Linear(2, 2), 3):
-        with pytest.raises(InputError, match=r"Write instead: "):
-            sw.full_state_dict(given)  # type: ignore[arg-type]
-
-
 # --- weights that rank 0 alone has, the other ranks' model being on the meta device ---------------
 
 
@@ -253,7 +245,7 @@ def losses_of(world: World, how: str, real: tuple[int, ...]) -> tuple[list[float
     plain = made(world.rank, real)
     for p in plain.parameters():
         p.decays = False  # type: ignore[attr-defined]
-    model = wrapped(how, plain, world)
+    model = wrap(how, plain, world)
     optim, losses = adam(model), list[float]()
     for step in steps(optim):
         loss = squares(model, rows(step, 0))

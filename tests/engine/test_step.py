@@ -363,7 +363,7 @@ def test_several_dtypes_in_one_unit(plan):
     """Without a precision word each parameter keeps its dtype; units hold a group for each."""
     task, case = rows_task(lambda: settled(Mixed())), Case(plan, **SGD)
     results = run_threads(ranks_of(plan), run, task, case)
-    dtypes = {piece.name: piece.values.dtype for piece in results[0].weights}
+    dtypes = {piece.name: piece.tensor.dtype for piece in results[0].weights}
     assert dtypes == {"narrow": torch.float32, "wide": torch.float64}
     assert_parity(results, oracle(task, case, None), 1e-6)
 

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.models.trainable import fill
+from tests.derive.models import HEADS, WIDTH, WORDS, Attention
 from tests.engine.cases import (
     Case,
     Task,
@@ -79,28 +80,10 @@ def test_parameters_of_several_dtypes():
     ranks = run_threads(4, train, work, case := Case("dp2 tp2 sp zero3", clip=0.5, **SGD))
     assert_parity(ranks, oracle(work, case, None), 1e-5)
     assert_counted(ranks)
-    assert {p.values.dtype for p in ranks[0].weights} == {torch.float32, torch.float64}
+    assert {p.tensor.dtype for p in ranks[0].weights} == {torch.float32, torch.float64}
 
 
 # --- sequences of several lengths under `sp`: pairs, encoder and decoder --------------------------
-
-WORDS, WIDTH, HEADS = 11, 8, 2
-
-
-class Attention(nn.Module):
-    """Of a normalised stream x [B, T, D] to itself, or to `memory` [B, S, D]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
-        memory = x if memory is None else memory
-        pairs = ((self.q, x), (self.k, memory), (self.v, memory))
-        q, k, v = (
-            layer(of).unflatten(2, (-1, WIDTH // HEADS)).transpose(1, 2) for layer, of in pairs
-        )
-        return self.out(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -111,7 +94,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
         if memory is None:
             return x + self.attn(self.norm(x))
-        return x + self.attn(self.norm(x), memory=memory)
+        return x + self.attn(self.norm(x), seen=memory)
 
 
 class Translator(nn.Module):
@@ -141,7 +124,8 @@ class Translator(nn.Module):
         styles |= {"*.attn.out": "rowwise:heads", "head": "vocabulary"}
         sequence = {"embed": "vocabulary:sequence", "*.norm": "sequence", "last": "sequence"}
         sequence |= {"join?": "sequence:join", "*.attn": "gather"}
-        return sw.Table.of(styles, heads=HEADS, sequence=sequence)
+        sets = {"*.attn": {"heads": "heads", "keys": "heads"}}
+        return sw.Table.of(styles, heads=HEADS, sequence=sequence, sets=sets)
 
 
 def translation(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -29,10 +29,6 @@ def ranks_under(how: str) -> int:
     return 4 if how == "HYBRID_SHARD" else 2
 
 
-def wrapped(how: str, model: nn.Module, world: World) -> nn.Module:
-    return sw.Pipe(model, 1, world=world) if how == "Pipe" else wrap(how, model, world)
-
-
 def train(model: nn.Module, rank: int, first: int = 0, count: int = 2) -> None:
     optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in steps(optim, count):
@@ -221,7 +217,7 @@ def test_a_copy_of_an_engines_model_is_a_plain_module():
 
 def laid_out(world: World, how: str) -> nn.Module:
     if how in (*WAYS, "Pipe"):
-        return wrapped(how, make("stack"), world)
+        return wrap(how, make("stack"), world)
     model, table = make("stack"), None
     if how == "tp2":
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))

@@ -375,6 +375,13 @@ def steered(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return functional.mse_loss(out, batch[1]) + kept[0].square().mean()
 
 
+def freezing(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A part of which each rank holds pieces is frozen in the first step."""
+    assert isinstance(model, Stack)
+    model.blocks[0].requires_grad_(False)
+    return functional.mse_loss(model(batch[0]), batch[1])
+
+
 def scaled(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     weights = {name: p * 0.9 for name, p in model.named_parameters() if p.ndim > 1}
     return functional.mse_loss(functional_call(model, weights, batch[0]), batch[1])
@@ -400,6 +407,7 @@ TASKS = {
     "two passes": Task(partial(make, "stack"), vectors, two_views, None),
     "parts on their own": Task(partial(make, "stack"), vectors, penalised, None),
     "other weights": Task(partial(make, "stack"), vectors, scaled, None),
+    "freezing": Task(partial(make, "stack"), vectors, freezing, None),
     "hooks in the loss": Task(partial(make, "stack"), vectors, steered, None),
     "dropout off in the loss": Task(partial(make, "dropout"), vectors, in_eval, None),
     **{name: task_of(name) for name in ZOO if name != "dropout"},

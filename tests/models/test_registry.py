@@ -16,7 +16,7 @@ from shardwise.core.errors import InputError
 from shardwise.models import hf, pretrained
 from shardwise.models.registry import find
 from shardwise.verify.command import verify
-from tests.checkpoint.damage import limits, special
+from tests.checkpoint.test_damage import limits, special
 
 NET = """
 import torch

@@ -9,7 +9,6 @@ import pytest
 
 from shardwise.cli.configured import configured
 from shardwise.cli.predict_command import predict_request
-from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import problems
@@ -18,8 +17,7 @@ from shardwise.models.registry import find
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.relief import added_words, relieved
 from shardwise.verify.inputs import Options
-from shardwise.verify.parity import build_options, engine_of
-from tests.pool import run_threads
+from shardwise.verify.parity import build_options
 from tests.train.runs import ended
 
 
@@ -88,26 +86,6 @@ def test_where_the_memory_of_a_large_model_is(capsys: pytest.CaptureFixture[str]
     assert (told["fits"], told["largest_part"]) == (False, "activations")
     assert told["relieved_by"] == "dp64 zero3 bf16 recompute:full"
     assert found(capsys, told["relieved_by"], *argv)["fits"]
-
-
-@pytest.mark.parametrize("plan", ["dp2 zero3 fp32", "tp2 fp32", "dp2 fp32"])
-def test_the_messages_are_the_ledgers_calls(plan: str):
-    """As many as an engine's step sends, by axis and kind."""
-    trainable, parsed = find("gpt"), Plan.parse(plan)
-    options, batch = build_options(trainable, parsed, Options()), trainable.batch(2, 0)
-
-    def calls(world: World) -> dict[str, int]:
-        engine = engine_of(trainable, parsed, world)
-        for _ in range(4):
-            engine.step(batch)
-        counts: dict[str, int] = {}
-        for key, tally in engine.last.items():
-            name = f"{key.axis} {key.kind}"
-            counts[name] = counts.get(name, 0) + tally.calls
-        return counts
-
-    predicted = predict_with(trainable.build("meta"), parsed, batch, options).messages
-    assert run_threads(2, calls)[0] == predicted
 
 
 @pytest.mark.full

@@ -10,14 +10,11 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.comm.world import World, traced
+from shardwise.comm.world import World
 from shardwise.core.buffer_sizes import pool_bytes
 from shardwise.core.errors import InputError
-from shardwise.core.layouts import layout
 from shardwise.core.layouts.uneven import even, heads
 from shardwise.core.plan.plan import Plan
-from shardwise.core.tally import by_kind
-from shardwise.core.zero import ROWS, bytes_per_parameter
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import EVEN, predict
 from shardwise.models import gpt
@@ -26,15 +23,13 @@ from shardwise.models.moe import loss as moe_loss
 from shardwise.models.registry import find
 from shardwise.models.trainable import fill
 from shardwise.observe.dry_engine import DryRun
-from shardwise.observe.dry_twin import DryTwin
 from shardwise.observe.measured_timeline import predict_events
 from shardwise.observe.meter import Meter
 from shardwise.techniques.expert.apply import layers_of
 from shardwise.techniques.expert.gate import GATES
 from shardwise.verify.oracles.loads import Loads
 from shardwise.verify.oracles.textbook import Uses, exchanged
-from tests.engine.cases import Case, Task, build, options_of, small_gpt, text
-from tests.engine.tensors import mine, sent
+from tests.engine.cases import small_gpt
 from tests.expert import moe
 from tests.pool import run_threads
 
@@ -179,21 +174,6 @@ def test_what_the_kernels_of_a_gpu_keep():
 # --- states and buffers ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
-@pytest.mark.parametrize("width", [86_602, 1_000_000])  # 7.5 B and 1 T parameters
-def test_states_are_those_of_the_paper(stage: str, width: int):
-    """Bytes a device by the table of ZeRO; no buffer is sharded."""
-    with torch.device("meta"):
-        model = nn.Linear(width, width, bias=False)
-    model.register_buffer("b", torch.zeros(3, 5))
-    options: dict[str, Any] = {"loss": lambda m, x: m(x).sum(), "optimizer": sw.AdamW()}
-    found = predict(model, f"dp64 {stage} bf16", torch.zeros(1, width), **options, device="cuda")
-    states = sum(found.memory[state] for state in ("parameters", "gradients", "optimizer"))
-    theory = width**2 * bytes_per_parameter(ROWS[stage], 64)
-    assert states == pytest.approx(theory, rel=1e-5)
-    assert found.memory["buffers"] == 60
-
-
 @pytest.mark.parametrize(
     ("text", "model_bytes", "expected"),
     [
@@ -215,36 +195,6 @@ def test_communication_buffers_are_the_plans(text: str, model_bytes: int, expect
 
 
 # --- messages -------------------------------------------------------------------------------------
-
-
-def differing(world: World, plan: str) -> list[Any]:
-    """What one rank sent and what was predicted, where they are not the same."""
-    case, task = Case(plan, clip=1.0), Task()
-    ours = build(world, task, case)
-    dry = DryTwin(task.make(), ours.plan, options_of(task, case), world.rank)
-    pairs = list[Any]()
-    for step in range(3):
-        own = mine(ours, text(step))
-        sent_dry = dry.step(ours, own)
-        metrics = ours.step(own)
-        pairs.append((sent(ours), sent_dry))
-        assert metrics.bytes == sum(pairs[-1][1].values())
-        assert ours.measured_bytes() == by_kind(pairs[-1][1])
-    return [pair for pair in pairs if pair[0] != pair[1]]
-
-
-@pytest.mark.parametrize("plan", ["dp2", "dp_replicate2 dp_shard2 zero3"])
-def test_many_control_numbers_are_all_reduced(plan: str, monkeypatch: pytest.MonkeyPatch):
-    """What ranks agree on in a step is predicted beyond the size up to which it is gathered too."""
-    monkeypatch.setattr(layout, "GATHERED_BYTES", 100)
-    ranks = Plan.parse(plan).size
-    assert run_threads(ranks, differing, plan) == [[]] * ranks
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_large_worlds_send_what_is_predicted(row: str):
-    """A rank of a large world, traced, sends what is predicted of it."""
-    assert differing(traced(3, 1024), f"dp1024 {row} fp64") == []
 
 
 # --- tokens of experts ----------------------------------------------------------------------------

@@ -71,14 +71,6 @@ def test_a_budget_is_met_and_used(share: float):
     assert indices == sorted(indices)
 
 
-@pytest.mark.full
-def test_a_budget_on_the_tensor_axis():
-    """Each rank keeps its own part of a block; both keep the budget, and choose the same."""
-    ranks = run_threads(2, live, "tp2 sp fp64 recompute:600KiB")
-    assert all(kept <= 600 * 2**10 for kept, _ in ranks)
-    assert ranks[0][1] == ranks[1][1] != {}
-
-
 @pytest.mark.parametrize("schedule", ["1f1b:4", "zb-v:4", "interleaved:4x2"])
 def test_a_budget_of_each_rank_of_a_pipeline(schedule: str):
     """Every rank keeps its budget with all its microbatches under way, and recomputes no more than

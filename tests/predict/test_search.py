@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import shardwise as sw
 from shardwise.core.errors import InputError
@@ -297,38 +296,16 @@ def test_a_deep_plan_is_predicted_from_copies_with_few_blocks(
 # --- equal blocks ---------------------------------------------------------------------------------
 
 
-class Numbered(nn.Module):
-    """A block whose forward depends on its number in a way that is no line."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number, self.linear = number, nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Every fourth block computes once more."""
-        x = self.linear(x)
-        return x if self.number % 4 else torch.relu(self.linear(x))
-
-
-class Stack(nn.Module):
-    """Ten blocks, of which the last may be larger."""
-
-    def __init__(self, last: int = 9) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Numbered(k) for k in (*range(9), last))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.sum()
-
-
 def test_equal_blocks_share_their_class_shapes_and_numbers() -> None:
-    """Blocks that differ in an attribute, or share parameters, are not equal."""
-    assert equal_blocks(Stack()) == Blocks("blocks", 10)
-    assert equal_blocks(Stack(last=4)) is None
-    shared = Stack()
-    shared.blocks[8] = shared.blocks[0]
+    """Blocks whose numbers are no line, or that share parameters, are not equal."""
+    whole = model()
+    for number, block in enumerate(whole.blocks):
+        vars(block)["number"] = number
+    assert equal_blocks(whole) == Blocks("blocks", CONFIG.layers)
+    vars(whole.blocks[-1])["number"] = 1
+    assert equal_blocks(whole) is None
+    shared = model()
+    shared.blocks[3] = shared.blocks[0]
     assert equal_blocks(shared) is None
 
 

@@ -1,5 +1,6 @@
 """Small runs for the tests of the loop: worlds of one and of several gloo processes."""
 
+import errno
 import importlib
 import io
 import os
@@ -22,6 +23,7 @@ from shardwise.models import gpt, hf
 from shardwise.train import config, loop
 from shardwise.train.metrics import Record, read
 from shardwise.train.prepare import PreparedRun, RunStart
+from tests.engine.cases import fails
 from tests.pool import run_gloo
 
 Capture = pytest.CaptureFixture[str]
@@ -133,8 +135,7 @@ def on_a_full_disk(world: World, given: config.Config, where: str) -> tuple[str,
     return caught.type.__name__, str(caught.value)
 
 
-def full_disk(*_: object, **__: object) -> Any:
-    raise OSError(28, "No space left on device")
+full_disk = fails(errno.ENOSPC)
 
 
 @contextmanager

@@ -13,9 +13,8 @@ from shardwise.cli import main as cli
 from shardwise.cli.main import EXAMPLES
 from shardwise.comm.start.worker import NOTHING
 from shardwise.train import config
-from shardwise.train.metrics import read
 from tests import surface
-from tests.programs import Program, run_program, start_program
+from tests.programs import run_program, start_program
 from tests.train.runs import Capture, ended, printed, settings
 
 ROOT = Path(__file__).parents[2]
@@ -167,53 +166,6 @@ def test_resume_takes_a_word_or_none(line: str, read_as: str) -> None:
 
 
 # --- signals and failures -----------------------------------------------------------------------
-
-#: A callback with which each rank leaves a file that is named after its process.
-PIDS = """
-import os, pathlib
-import shardwise as sw
-
-class Pids(sw.callbacks.Callback):
-    all_ranks = True
-
-    def run_began(self, run):
-        pathlib.Path({folder!r}, f"{{os.getpid()}}.pid").touch()
-
-def make():
-    return Pids()
-"""
-
-
-def _sent(line: str, program: Program, folder: Path) -> bool:
-    """Signal the program and its ranks once its first step is shown; True of every line."""
-    if line.startswith("step 1/"):
-        ranks = [int(path.stem) for path in folder.glob("*.pid")]
-        assert len(ranks) == 2 and program.pid is not None
-        for pid in (*ranks[:1], program.pid, *ranks[1:]):
-            os.kill(pid, signal.SIGUSR1)
-    return True
-
-
-@pytest.mark.full
-def test_a_run_is_interrupted_and_resumed_under_another_plan(tmp_path: Path) -> None:
-    """A signal to launcher and ranks, as of Slurm: exit code 0, and one checkpoint. One rank
-    continues the curve.
-    """
-    endless = configured(tmp_path, "--nproc", "2", steps=100_000, eval_every=0, save_every=0)
-    pids = tmp_path / "pids.py"
-    pids.write_text(PIDS.format(folder=str(tmp_path)))
-    callbacks = ("--set", f"run.callbacks=['{pids}:make']")
-    with start_program(["-W", "error", "-m", "shardwise", *endless, *callbacks]) as program:
-        said = [line for line in program.stdout if _sent(line, program, tmp_path)]
-    assert program.returncode == 0
-    stopped = len(read(tmp_path / "run"))
-    assert f"stopped by a signal after step {stopped}" in "".join(said)
-
-    more = ("--resume", "--plan", "fp32", "--set", f"train.steps={stopped + 2}")
-    done = run_program(["-W", "error", "-m", "shardwise", *configured(tmp_path, *more)])
-    assert done.returncode == 0, done.stderr
-    assert f"resumed after step {stopped}" in done.stdout
-    assert [record.step for record in read(tmp_path / "run")] == [*range(1, stopped + 3)]
 
 
 @pytest.mark.full

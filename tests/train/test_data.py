@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, models
 
 from shardwise.core.errors import InputError
 from shardwise.train.data import data, packed, sources, tokens
+from tests.engine.cases import fails
 
 quick = settings(deadline=None, max_examples=40)  # no test asserts a time
 BYTES = tokens.ByteVocabulary()
@@ -172,10 +173,7 @@ def test_a_cache_that_cannot_be_written_serves_what_it_has(
     source = source_in(tmp_path / "in", "some text " * 50)
     first = packed.tokenise(source, "bpe:280", tmp_path / "cache")
     (tmp_path / "in" / "0.txt").touch()  # its hash is taken again
-
-    def read_only(*_: Any, **__: Any) -> Any:
-        raise OSError(errno.EROFS, "Read-only file system")
-
+    read_only = fails(errno.EROFS)
     monkeypatch.setattr(packed.tempfile, "TemporaryFile", read_only)
     monkeypatch.setattr("shardwise.checkpoint.lock._acquire", read_only)
     monkeypatch.setattr(packed, "write_file", read_only)
@@ -262,13 +260,6 @@ def test_parquet_is_read_by_column(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(InputError, match=r"pip install pyarrow"):
         texts_of(path)
-
-
-def test_the_digest_is_of_content_and_not_of_place(tmp_path: Path):
-    """The same files elsewhere have the same digest; one changed letter does not."""
-    found = [source_in(tmp_path / name, name[0]) for name in ("one", "other", "two")]
-    digests = [packed.digest(source, tmp_path) for source in found]
-    assert digests[0] == digests[1] != digests[2]
 
 
 def test_of_a_large_source_a_part_is_enough_for_a_check(tmp_path: Path):

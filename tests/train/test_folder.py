@@ -22,6 +22,7 @@ from shardwise.train import config, loop, metrics, run_folder
 from shardwise.train.metrics import Record
 from shardwise.train.prepare import RunStart, hold_folder, prepare
 from tests.checkpoint.support import refuse, writing
+from tests.engine.cases import fails
 from tests.pool import run_gloo
 from tests.train import runs
 from tests.train.test_report import ONE
@@ -170,11 +171,7 @@ def test_a_killed_run_leaves_no_lock(tmp_path: Path):
 
 def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A warning, and the run goes on."""
-
-    def refuses(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuses)
+    monkeypatch.setattr(fcntl, "flock", fails(errno.ENOLCK))
     with (
         pytest.warns(UserWarning, match=r"file system without locks \(No locks available\)"),
         hold_folder(made(tmp_path / "run"), RunStart()) as start,

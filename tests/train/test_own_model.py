@@ -2,7 +2,6 @@
 
 import json
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,12 @@ import torch
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError, RankError
 from shardwise.models import pretrained
-from shardwise.models.hf import causal_loss
 from shardwise.train import config, loop
 from shardwise.train.data.tokens import load_tokenizer, train_bpe
 from shardwise.train.metrics import read
 from shardwise.train.model import model_sizes
-from shardwise.train.prepare import RunStart, prepare
-from tests.comm.test_start import free_port
+from shardwise.train.prepare import RunStart
 from tests.docs.pages import file_of
-from tests.programs import start_program
 from tests.train import runs
 from tests.train.runs import model_folder, printed, run, settings
 
@@ -102,26 +98,6 @@ def test_its_own_loss_and_no_logits(tmp_path: Path) -> None:
 
 
 # --- models of transformers ---------------------------------------------------------------------
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("kind", "plan"), [("llama", "tp2 zero1"), ("gpt2", "dp2 zero3"), ("mixtral", "pp2 1f1b:2")]
-)
-def test_every_plan_trains_the_weights_of_the_folder(kind: str, plan: str, tmp_path: Path):
-    """The losses are those of one process, and the first that of transformers itself."""
-    weights = model_folder(kind, tmp_path / "w")
-    given = runs.pretrained(tmp_path / "one", weights, "fp64", steps=3)
-    expected = losses(given)
-    rows = prepare(given, 1, RunStart(overwrite=True))
-    batch = rows.corpus.rows(rows.batches.numbers(0))
-    arrays = {"inputs": batch.inputs, "targets": batch.targets}
-    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    with torch.no_grad():
-        first = float(causal_loss(loaded(weights).double(), tensors))
-    assert expected[0] == pytest.approx(first, rel=1e-10)
-    two = runs.pretrained(tmp_path / "two", weights, f"{plan} fp64", steps=3)
-    assert losses(two, 2) == pytest.approx(expected, rel=1e-10)
 
 
 def loaded(folder: Path) -> Any:
@@ -324,47 +300,3 @@ def test_a_function_that_makes_no_callback_is_refused(tmp_path: Path, function: 
 
 
 # --- the page of migration ----------------------------------------------------------------------
-
-#: Runs a program and prints the sum and the norm of the trained weights on rank 0.
-AROUND = """
-import json, os, sys, torch
-torch.manual_seed(0)
-program = sys.argv[1]
-names = {}
-exec(program, names)
-import shardwise as sw
-model = names["model"]
-if "import shardwise" in program:
-    state = sw.full_state_dict(model)
-else:
-    whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in model.parameters()]
-    state = dict(enumerate(whole))
-if os.environ["RANK"] == "0":
-    weights = torch.cat([x.detach().flatten() for x in state.values()]).double()
-    sys.stdout.write(json.dumps([weights.sum().item(), weights.norm().item()]))
-"""
-
-
-def migrated(name: str, sign: str) -> list[float]:
-    """What the lines of a block with `sign` and without any train on two ranks, on processors."""
-    page = (ROOT / "docs/how-to/migrate.md").read_text(encoding="utf-8")
-    block = page.split(f"**{name}**")[1].split("```diff\n")[1].split("```")[0]
-    other = "-" if sign == "+" else "+"
-    lines = [line[2:] for line in block.splitlines() if not line.startswith(other)]
-    code = "\n".join(lines).replace(".cuda()", "").replace('"nccl"', '"gloo"')
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    shared["ACCELERATE_USE_CPU"] = "true"
-    own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    ranks = [start_program(["-c", AROUND, code], variables=shared | each) for each in own]
-    found = [each.communicate(timeout=120) for each in ranks]
-    assert [each.returncode for each in ranks] == [0, 0], found
-    return json.loads(found[0][0])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["DistributedDataParallel", "fully_shard", "accelerate"])
-def test_programs_of_the_page_train_the_same(name: str):
-    """The page's program for the other system, and the one that replaces it."""
-    if name == "accelerate" and find_spec("accelerate") is None:
-        pytest.skip("accelerate is not installed")
-    assert migrated(name, "-") == pytest.approx(migrated(name, "+"), rel=1e-5)

@@ -1,14 +1,12 @@
 """`predict`, `verify` and `schedule`: what they print and write."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from shardwise.core.schedule.library import LIBRARY
 from shardwise.train import config
 from shardwise.train.progress import size_text
 from tests.train.runs import Capture, ended, printed, run, settings
@@ -93,19 +91,6 @@ def test_costs_reach_the_clock_and_formulas_are_held_back(capsys: Capture) -> No
     said = scheduled(capsys, "2bw:4 --stages=2 --batches=2")
     assert said["versions"] == [2, 2]
     assert said["makespan"] == said["formula"]["makespan"] == 3 * 9
-
-
-def test_the_page_shows_what_the_commands_print(tmp_path: Path, capsys: Capture) -> None:
-    """Each schedule is drawn by a line of docs/explanation/pipeline.md, and its figure is there."""
-    page = (ROOT / "docs/explanation/pipeline.md").read_text(encoding="utf-8")
-    line = re.compile(r"^shardwise schedule (.*) --out docs/(figures/(.*)\.png)$", re.MULTILINE)
-    lines = line.findall(page)
-    assert {name for _, _, name in lines} == set(LIBRARY)
-    for number, (argv, figure, _) in enumerate(lines):
-        printed(capsys, "schedule", *argv.split(), "--out", str(tmp_path / f"{number}.svg"))
-        assert "<svg" in (tmp_path / f"{number}.svg").read_text()
-        assert (ROOT / "docs" / figure).is_file()
-        assert f"](../{figure})" in page
 
 
 def test_the_moments_of_a_step(tmp_path: Path, capsys: Capture) -> None:

@@ -91,16 +91,6 @@ def test_a_signal_before_the_first_step_ends_the_run(where: str, tmp_path: Path)
 
 
 @pytest.mark.full
-def test_a_signal_before_a_resumed_run_goes_on_keeps_it(tmp_path: Path):
-    """What was trained and saved stays, and can be resumed as before."""
-    given = runs.settings(tmp_path / "run", save_every=0)
-    assert run_gloo(1, runs.signalled, given, 0, 3) == [True]
-    [said] = run_gloo(1, runs.stopped, given, 0, "loop.build", RESUME)
-    assert said.endswith(f"{NOTHING}\n")
-    assert len(runs.run(given, start=RESUME)) == 7
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("where", ["own_cost", "publish_report"])
 def test_a_signal_after_the_last_step_ends_without_a_report(where: str, tmp_path: Path) -> None:
     """Rank 0 alone or all ranks: the checkpoint is there, and --resume makes the report."""

@@ -13,7 +13,6 @@ import typer
 from torch import Tensor, nn
 from torch.nn import functional
 
-import shardwise as sw
 from shardwise.cli.verify import verify_command
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RunError
@@ -69,48 +68,6 @@ def test_models_of_transformers_hold_on_the_tensor_axis(model: str, plan: str):
     pytest.importorskip("transformers")
     found = shortly(f"{plan} fp64", f"hf:{model}")
     assert found.holds and found.sent["counted"]["tp all_reduce"] > 0
-
-
-class Words(nn.Module):
-    """An embedding and a head whose logits are cut by words."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
-        self.tensor_table = {"embed": "vocabulary", "head": "vocabulary"}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.embed(x))
-
-
-def words(rows: int, seed: int) -> Tensor:
-    return torch.randint(11, (rows, 5), generator=torch.Generator().manual_seed(seed))
-
-
-def written(y: Tensor, x: Tensor) -> Tensor:
-    """The cross-entropy of logits that are written to."""
-    y[..., 3] = 0.5
-    return sw.cross_entropy(y, x)
-
-
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "shifted": lambda y, x: functional.cross_entropy(y[:, :-1].flatten(0, 1), x[:, 1:].flatten()),
-    "smoothed": lambda y, x: sw.cross_entropy(y, x, label_smoothing=0.1),
-    "both": lambda y, x: sw.cross_entropy(y, x) + y.logsumexp(-1).square().mean(),
-    "written": written,
-    # its sums have four bytes a number; its values are not those of fp64
-    "fp32": lambda y, x: functional.cross_entropy(y.float().flatten(0, 1), x.flatten()).double(),
-}
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_what_a_loss_does_with_cut_logits_is_predicted(loss: str):
-    """Gathered where it must be, and summed over the positions that a loss is really taken of."""
-    lost = LOSSES[loss]
-    made = Trainable(loss, lambda: settled(Words()), lambda m, x: lost(m(x), x), words)
-    found = shortly("tp2 fp64", made)
-    assert found.sent["counted"] == found.sent["theory"]
-    assert found.holds or loss == "fp32"
 
 
 def doubled(begin: Any, engine: Engine, name: str) -> Any:
