@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,6 @@ from shardwise.observe.dry_twin import DryTwin
 from shardwise.techniques.data import same_on_ranks
 from tests.engine.cases import Case, build, ranks_of, refusal, rows_task, settled, share, vectors
 from tests.engine.cases import squares as loss
-from tests.engine.loops import wrap
 from tests.engine.tensors import step_as_predicted
 from tests.pool import run_gloo, run_threads
 
@@ -125,7 +125,10 @@ def test_engines_compare_what_ranks_replicate(plan: str, what: str, step: int, s
 
 def in_loop(world: World, how: str, what: str) -> str:
     """When a plain loop raises what."""
-    wrapped = wrap(how, model(), world)
+    size = 2 if "HYBRID" in how else None
+    wrappers: dict[str, Any] = {"DDP": sw.DDP, "Pipe": partial(sw.Pipe, chunks=2)}
+    fsdp = partial(sw.FSDP, sharding_strategy=how, shard_size=size)
+    wrapped = wrappers.get(how, fsdp)(model(), world=world)
     optim = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
     for step in range(8):
         if step == CHANGED:
