@@ -1,16 +1,25 @@
-"""Tensor parallelism of models with tables of their own, sequences of several lengths, tiles."""
+"""Tensor parallelism of models with tables of their own, sequences of several lengths, tiles; and
+layers with a plan of their own.
+"""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
+from shardwise.core.errors import InputError
+from shardwise.core.plan.plan import Plan
+from shardwise.models import gpt
 from shardwise.models.trainable import fill
+from shardwise.techniques.layers.apply import exchange_of
+from shardwise.techniques.layers.exchange import Redistributed
 from tests.derive.models import HEADS, WIDTH, WORDS, Attention
 from tests.engine.cases import (
     Case,
@@ -22,6 +31,7 @@ from tests.engine.cases import (
     rows_task,
     settled,
     small_gpt,
+    text,
     tied_gpt,
 )
 from tests.engine.pipelines import SGD
@@ -32,10 +42,12 @@ from tests.engine.tensors import (
     assert_parity,
     equals_one,
     holds,
+    mine,
     train,
 )
 from tests.parallel.layers import KINDS, sequences, task
-from tests.pool import run_threads
+from tests.pool import run_gloo, run_threads
+from tests.verify import micro
 
 
 def train_kind(world: World, name: str, case: Case) -> Held:
@@ -202,3 +214,209 @@ def test_tiled_layers_by_default():
         assert ("head" in tiled) == (make is small_gpt)
         assert {name: id(p) for name, p in engine.model.named_parameters()} == before
         assert list(sw.full_state_dict(engine)) == list(make().state_dict())
+
+
+# --- layers with a plan of their own: rows, bytes by hand, dropout --------------------------------
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp4 zero3 fp64 | blocks.1: tp2 dp2 | head: tp4",
+        "dp2 tp2 fp64 | blocks.0: dp4 | embed,head: tp4",
+    ],
+)
+def test_ranks_with_different_rows(plan: str, rows: int):
+    """Also with one row, and with none, on some ranks."""
+    equals_one(run_threads, Task(batch=lambda step: text(step, rows)), Case(plan, clip=0.5))
+
+
+def sent(world: World, plan: str) -> dict[str, int]:
+    """The bytes of a step of 4 rows on each of 2 ranks."""
+    options: dict[str, Any] = {"loss": gpt.loss, "tokens": gpt.tokens}
+    engine = sw.parallelize(small_gpt(), plan, world, optimizer=sw.SGD(lr=0.1), **options)
+    engine.step(tree_map(lambda x: x.chunk(2)[world.rank], text(0, 8)))
+    return engine.measured_bytes()
+
+
+def test_bytes_by_hand():
+    """A head on 2 tensor ranks: inputs and targets are gathered forward, losses' gradients back."""
+    found = run_threads(2, sent, "dp2 fp32 | head: tp2")[0]
+    positions, width, vocabulary = 8 * 9, 20, 37
+    forward = positions * (4 * width + 8)  # fp32 activations, int64 targets
+    backward = positions * 4  # of the loss of each position
+    assert found["rows1-2 all_gather"] == (forward + backward) // 2
+    # head.weight is not reduced over data ranks: each has all rows, and its half of the words
+    whole = run_threads(2, sent, "dp2 fp32")[0]
+    saved = 2 * 4 * width * vocabulary // 2  # an all-reduce, of which each rank sends half twice
+    assert whole["dp all_reduce"] - found["dp all_reduce"] == pytest.approx(saved, abs=64)
+
+
+def test_neighbours_of_one_mesh_send_nothing_between_them():
+    """Rows are gathered before the first layer; the second takes what the first gave."""
+    one, two = (
+        run_threads(2, sent, f"dp2 fp32 | blocks.{layers}: tp2")[0]["rows1-2 all_gather"]
+        for layers in ("0", "0-1")
+    )
+    # blocks.0 alone also gathers the gradient of its output; so does blocks.1 of two
+    assert one == two == 2 * 8 * 9 * 20 * 4 // 2
+
+
+def own_rows(world: World) -> tuple[bool, ...]:
+    """What code outside of layers sees of a layer's output."""
+    plan = Plan.parse("dp2 | head: tp2")
+    world = world.on(plan.mesh)
+    exchange = exchange_of(world, plan)
+    exchange.counts = (2, 2)
+    whole = torch.arange(8.0).view(4, 2)
+    x = Redistributed.of(whole, exchange, 2)
+    mine = whole[2 * world.rank :][:2]
+    shape, value = x.shape == (2, 2), torch.equal(x + 0, mine)
+    x.add_(1)
+    changed = torch.equal(x.at(2), whole.view(4, 2) + 1)
+    return shape, value, changed
+
+
+def test_other_code_sees_own_rows():
+    """Shape, values, and changes in place, which the next layer of the mesh gets too."""
+    assert run_threads(2, own_rows) == [(True, True, True)] * 2
+
+
+class Dropping(nn.Module):
+    """Blocks with dropout on activations that all ranks of a tensor axis have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(micro.Block(1.0) for _ in range(2))
+        self.drop = nn.ModuleList(nn.Dropout(0.5) for _ in range(2))
+        self.tensor_table = sw.Table.of({"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, drop in zip(self.blocks, self.drop, strict=True):
+            x = drop(block(x))
+        return x
+
+
+def dropped(world: World) -> Tensor:
+    """The biases that ranks of a mesh compute redundantly, after three steps with dropout."""
+    torch.manual_seed(world.rank)
+    work = rows_task(lambda: settled(Dropping()))
+    engine = build(world, work, Case("dp2 fp64 | blocks.*,drop.*: tp2"))
+    for step in range(3):
+        engine.step(mine(engine, work.batch(step)))
+    return engine.model.get_parameter("blocks.0.down.bias").detach().clone()
+
+
+def test_dropout_is_equal_on_the_ranks_of_a_mesh():
+    """Ranks whose own random numbers differ draw the same masks for rows that they share."""
+    first, second = run_gloo(2, dropped)
+    assert torch.equal(first, second)
+
+
+class Norming(nn.Module):
+    """Two layers, with a value that is read under no_grad between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = micro.Block(1.0), micro.Block(1.0)
+        self.tensor_table = sw.Table.of({"[ab].up": "colwise", "[ab].down": "rowwise"})
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        with torch.no_grad():
+            size = h.norm(dim=1, keepdim=True)
+        return self.b(h / size)
+
+
+def test_a_value_read_under_no_grad():
+    """Code that reads a layer's output under no_grad first does not cut its gradient."""
+    work = rows_task(lambda: settled(Norming()))
+    equals_one(run_threads, work, Case("dp2 fp64 | a: tp2"))
+
+
+# --- models and layers that do not fit their plans, each refused with a remedy -------------------
+
+
+class Odd(nn.Module):
+    """A layer that is called by a method, gives a number with a gradient, or is beside a weight."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.a = how, micro.Block(1.0)
+        self.tensor_table = sw.Table.of({"a.up": "colwise", "a.down": "rowwise"})
+        if how == "weight":
+            self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "part":
+            return self.a.down(self.a.up(x))
+        return self.a(x) * (self.scale if self.how == "weight" else 1.0)
+
+
+class Flattening(nn.Module):
+    """An embedding of all words of a batch, in one dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.tensor_table = sw.Table.of({"embed": "vocabulary"})
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = (x > 0).long()
+        return self.embed(words.flatten()).view(*words.shape, 6).sum(1)
+
+
+class Shifted(nn.Module):
+    """A linear layer of an input and a shift, a tensor with a gradient and without rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.tensor_table = sw.Table.of({"linear": "colwise_gather_output"})
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return self.linear(x + shift.sum(0))
+
+
+class Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.block = nn.Linear(3, 6, bias=False), Shifted()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x, self.shift(torch.ones(3, 3, dtype=x.dtype)))
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize(
+    ("make", "layer", "said"),
+    [
+        (partial(Odd, "part"), "a", "without a call of a"),
+        (partial(Odd, "weight"), "a", "which has parameters of its own"),
+        (Flattening, "embed", "no dim 0 counts the rows"),
+        (Biased, "block", "does not count the rows of the batch"),
+    ],
+)
+def test_layers_that_cannot_have_a_mesh_of_their_own(make: Any, layer: str, said: str):
+    """A part that is called alone, a layer in another's unit, inputs whose rows cannot be seen."""
+    with pytest.raises(InputError, match=said):
+        sw.predict(make().double(), f"dp2 | {layer}: tp2", micro.vectors(4, 0), loss=micro.error)
+
+
+# --- plans that name no data axis, on the worlds that their other axes divide ---------------------
+
+
+def ranks_of_data(world: World) -> tuple[str, int, int]:
+    """The plan that the engine runs, and which of how many data ranks this is."""
+    engine = sw.parallelize(small_gpt(), "tp2 zero1", world, optimizer=sw.SGD(), loss=regression)
+    return str(engine.plan), engine.data_rank, engine.data_ranks
+
+
+def test_an_open_plan_is_completed_for_its_world_and_printed_once(
+    capsys: pytest.CaptureFixture[str],
+):
+    """The ranks that other axes leave over are data ranks; rank 0 prints the completed plan."""
+    completed = "dp2 tp2 zero1"
+    assert run_threads(4, ranks_of_data) == [(completed, rank // 2, 2) for rank in range(4)]
+    assert capsys.readouterr().err.count(f"'tp2 zero1' on 4 ranks is '{completed}'") == 1
