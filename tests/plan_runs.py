@@ -155,9 +155,7 @@ def trained(engine: Engine, dry: DryTwin, proof: Proof, expected: Expected) -> T
         found.steps.append(kept_step(engine, metrics))
         found.costs = found.costs.after(engine, theory, uses, expected.loads[step])
         if "tp" not in proof.text and "cp" not in proof.text:  # whose ranks compare batches
-            found.costs = replace(
-                found.costs, hold=found.costs.hold and every == counted == metrics.bytes
-            )
+            found.costs = replace(found.costs, hold=found.costs.hold and every == counted)
         note_memory(found, engine, dry, f"after step {step + 1}")
     # where activations alone come and go; of experts a prediction assumes that loads are even
     if host is not None and proof.plan.offload is None and proof.plan.ep == 1:

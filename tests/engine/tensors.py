@@ -99,9 +99,10 @@ def sent(engine: Engine) -> dict[Key, int]:
 
 
 def step_as_predicted(engine: Engine, dry: DryTwin, batch: Any) -> Metrics:
-    """A step, which sends what the dry run says."""
+    """A step, which sends what the dry run says; so do its metrics, but for an update beside it."""
     theory, metrics = dry.step(engine, batch), engine.step(batch)
     assert sent(engine) == theory
+    assert engine.plan.offload or metrics.bytes == sum(theory.values())
     return metrics
 
 
