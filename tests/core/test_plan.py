@@ -129,7 +129,9 @@ def test_bad_words(text: str, instead: str):
 
 
 def test_everything_is_answered_at_once():
-    """One reading answers every bad word; for one that nothing resembles, all words are offered."""
+    """One reading answers every bad word; for one that nothing resembles, all words are offered.
+    All problems of a plan that can be read are reported together too.
+    """
     with pytest.raises(InputError) as caught:
         Plan.parse("dp0 zero1 zero2 accumulate:x bf61 fp9 tp2")
     lines = str(caught.value).splitlines()
@@ -140,6 +142,8 @@ def test_everything_is_answered_at_once():
         Plan.parse("hello")
     offered = str(caught.value).partition(". Allowed: ")[2].partition(". Write")[0].split()
     assert {word.form for word in WORDS} <= set(offered)
+    with pytest.raises(InputError, match="2 things are wrong with the plan 'pp2 dp2 ep3 tp2 cp2"):
+        require(Plan.parse("dp2 tp2 pp2 zero1 1f1b:8 bf16 sp cp2 ep3"), 4)
 
 
 @pytest.mark.parametrize("words", ["dp2 ", "xx "])
@@ -325,10 +329,3 @@ def test_one_problem(text: str, world: int | None, given: str, instead: str):
     assert given in problem.given and instead in problem.instead
     with pytest.raises(InputError, match=re.escape(str(problem))):
         require(Plan.parse(text), world)
-
-
-def test_every_problem_at_once():
-    """All problems are reported together."""
-    plan = Plan.parse("dp2 tp2 pp2 zero1 1f1b:8 bf16 sp cp2 ep3")
-    with pytest.raises(InputError, match="2 things are wrong with the plan 'pp2 dp2 ep3 tp2 cp2"):
-        require(plan, 4)

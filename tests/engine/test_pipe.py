@@ -26,7 +26,7 @@ LOOPED = ["interleaved", "bfs", "zb-v", "dualpipe-v"]
 
 
 def known_example() -> nn.Module:
-    fc1, fc2 = nn.Linear(16, 8), nn.Linear(8, 4)
+    fc1, fc2 = nn.Linear(16, 8).requires_grad_(False), nn.Linear(8, 4)
     return settled(nn.Sequential(fc1, fc2).double())
 
 
@@ -82,9 +82,9 @@ def assert_same(found: list[dict[str, Any]], whole: dict[str, Any]) -> None:
 
 
 PIPED: list[tuple[Any, int, dict[str, Any]]] = [
+    # the well-known example: two linear layers in 8 chunks, of which the first one is frozen
+    *((known_example, n, {"chunks": 8, "schedule": "gpipe"}) for n in (2, 1)),
     *((deep, 2, {"chunks": 8, "schedule": word}) for word in (*SCHEDULES, *LOOPED)),
-    # the well-known example: two linear layers in 8 chunks
-    *((known_example, n, {"chunks": 8, "schedule": "gpipe"}) for n in (1, 2)),
     # rows that chunks do not divide, one chunk, one row a chunk
     *((deep, n, {"chunks": m, "count": rows}) for n, m, rows in ((4, 5, 13), (3, 1, 2), (2, 3, 3))),
 ]

@@ -84,7 +84,9 @@ LR = "lr of the group 'default' of engine.optimizer on {}: 0.5; on {}: 0.01"
 BETAS = "betas of the group 'default' of engine.optimizer on {}: [0.5, 0.9]; on {}: "
 #: The axes whose last rank changes something, by plan.
 AXES = {
-    **dict.fromkeys(["dp2", "dp2 zero1", "dp2 zero3", "dp2 fp16"], ("data",)),
+    **dict.fromkeys(["dp2", "dp2 zero1", "dp2 zero2 accumulate:2", "dp2 zero3"], ("data",)),
+    "dp2 fp16": ("data",),
+    "dp2 pp2 2bw:2": ("data", "pp"),
     **dict.fromkeys(["tp2", "tp2 fp16"], ("tp",)),
     **dict.fromkeys(["pp2 1f1b:2", "pp2 1f1b:2 fp16", "pp2 2bw:2"], ("pp",)),
     "dp2 tp2": ("data", "tp"),
@@ -117,7 +119,7 @@ CHANGES = [
 @pytest.mark.cases(8)
 @pytest.mark.parametrize(("plan", "what", "step", "said"), CHANGES)
 def test_engines_compare_what_ranks_replicate(plan: str, what: str, step: int, said: str):
-    """What differs, the rank and the values are named on all ranks."""
+    """What differs, the rank and the values are named on all ranks; nothing before it differs."""
     for text in run_threads(ranks_of(plan), in_engine, plan, what):
         assert text.startswith(f"step {step}: ") and said in text
         assert what != "states" or "exp_avg_sq of " in text
@@ -266,10 +268,12 @@ def of_an_engine(world: World, odd: bool, what: str) -> None:
     sw.full_state_dict(engine)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("run", "what", "said"),
     [
         (of_a_loop, "order", "the place of this module in the order of wrapping on data rank 1: 2"),
+        (of_a_loop, "clipped", "gradients that each rank clipped at another value"),
         (of_a_loop, "groups", "parameters of group 0 of the AdamW on data rank 1: ['0.weight']"),
         (of_a_loop, "class", "steps since the last backward pass on data rank 1: {'Adam'"),
         (of_a_loop, "steps", "steps since the last backward pass on data rank 1: {'AdamW"),
@@ -278,7 +282,6 @@ def of_an_engine(world: World, odd: bool, what: str) -> None:
         (of_a_loop, "frozen", "requires_grad of 1.bias on data rank 1: False"),
         (of_a_loop, "autocast", "torch.autocast in the forward pass on data rank 1: 'torch.bfloat"),
         (of_a_loop, "scaled", "gradients that each rank scaled by another factor"),
-        (of_a_loop, "clipped", "gradients that each rank clipped at another value"),
         (of_a_loop, "scaler", "the scale of the gradient scaler on data rank 1: 512.0"),
         (of_a_loop, "dropped", "set to None before a step of the optimizer on data rank 1: ['0.bi"),
         (of_a_loop, "states", "changes of the states of the AdamW on data rank 1: True"),

@@ -26,6 +26,7 @@ from shardwise.techniques.expert.gate import GATES
 from shardwise.techniques.expert.moe_layer import ExpertPlace
 from shardwise.techniques.expert.routing import GlobalBatch
 from shardwise.techniques.tensor.source import table_of
+from shardwise.train.metrics import step_loads
 from tests.engine.cases import CONFIG, Case, Task, build, difference
 from tests.engine.tensors import ADAMW, holds, mine
 from tests.expert import moe
@@ -159,7 +160,7 @@ def test_a_plan_that_does_not_fit_is_refused():
 
 def most_kept(world: World, words: str) -> tuple[int, int]:
     """The most passes that a layer keeps in a step, and those after it."""
-    engine = build(world, moe.task("sigmoid", rows=8), Case(f"dp2 ep2 {words} fp64"))
+    engine = build(world, moe.task("sigmoid", 1.0, rows=8), Case(f"dp2 ep2 {words} fp64"))
     layers = list(layers_of(engine.model).values())
     seen: list[int] = []
     for each in layers:
@@ -167,6 +168,7 @@ def most_kept(world: World, words: str) -> tuple[int, int]:
         each.register_forward_hook(lambda *_, r=records: seen.append(len(r.values)))
     for step in range(2):
         engine.step(moe.batch("sigmoid", 4, step))
+    assert 0 < step_loads(engine).dropped < 1
     return max(seen), sum(len(each.pass_records.values) for each in layers)
 
 

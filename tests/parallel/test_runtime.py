@@ -80,6 +80,7 @@ def counting(world: World, word: str) -> list[tuple[int, int]]:
     """Of sends and of receives: how many in a step, and the most with a peer at once."""
     engine = engine_of(world, word)
     assert engine.staging is not None
+    assert [n.calls for key, n in engine.ledger.lines.items() if key.phase == "open"] == [1]
     queue = engine.staging.axis.transport
     counted = {name: Counted() for name in ("send", "receive")}
     with ExitStack() as patches:

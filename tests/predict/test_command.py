@@ -58,10 +58,10 @@ def test_the_word_that_is_proposed_makes_the_part_smaller(text: str):
 
 def test_all_ranks_have_what_each_has(capsys: pytest.CaptureFixture[str]):
     """Stages of a pipeline store different amounts; the sum over ranks counts each."""
-    each = [prediction("pp2 1f1b:4", None, rank).dry_step.parts for rank in range(2)]
+    each = [prediction("pp2 2bw:4", None, rank).dry_step.parts for rank in range(2)]
     assert each[0] != each[1]
     total = {name: each[0][name] + each[1][name] for name in each[0]}
-    assert found(capsys, "pp2 1f1b:4", "--rank", "1")["in_all"] == total
+    assert found(capsys, "pp2 2bw:4", "--rank", "1")["in_all"] == total
 
 
 def test_the_answer_in_words(capsys: pytest.CaptureFixture[str]):

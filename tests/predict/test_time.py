@@ -269,15 +269,17 @@ class Shift(nn.Module):
     ],
 )
 def test_the_bubble_of_equal_stages_is_the_papers(plan: str, stages: int, bubble: float):
-    """(p-1)/m of the ideal time, and (p-1)/(v m) with v chunks (arXiv 2104.04473, section 2.2)."""
+    """(p-1)/m of the ideal time, (p-1)/(v m) with v chunks (arXiv 2104.04473, 2.2), and hops."""
     with torch.device("meta"):
         layers = (nn.Linear(4096, 4096, bias=False) for _ in range(8))
         model = nn.Sequential(Shift(), *layers)
     begin = [f"{n + 1}" for n in range(8 // stages, 8, 8 // stages)]
     x = torch.rand(8 * 1024, 4096, dtype=torch.bfloat16)
     found = sw.predict(model, f"{plan} bf16", x, loss=lambda m, x: m(x).sum(), stages=begin)
-    step = found.step_time(linked(1e30))
+    step, slow = (found.step_time(linked(rate)) for rate in (1e30, 1e12))
     assert step.bubble_s / step.compute_s == pytest.approx(bubble, rel=1e-6)
+    hops_s = 2 * (found.plan.size - 1) * x.nbytes / found.plan.microbatches / 1e12
+    assert slow.bubble_s - step.bubble_s > 0.99 * hops_s
 
 
 # --- files of clusters ----------------------------------------------------------------------------

@@ -172,7 +172,7 @@ def test_speed_is_that_of_the_steps_made_since_the_run_was_resumed(tmp_path: Pat
     slow = [replace(r, tokens_per_s=1.0, mfu=0.9) for r in given.records[:6]]
     fast = [replace(r, mfu=0.5) for r in given.records[6:]]
     text = report_of(replace(given, records=[*slow, *fast], began=6)).text
-    assert "| speed | 128 tokens/s (median) |" in text
+    assert "| speed | 128 tokens/s (median) |" in text and "| time in steps | 0:04 |" in text
     assert "| MFU | 50.0% of the device's peak |" in text
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.train import config
-from shardwise.train.metrics import Record, read
+from shardwise.train.metrics import read
 from tests.comm.hosts import HOSTS, joined_hosts, processes_on
 from tests.comm.test_start import free_port
 from tests.programs import Program, start_program, until
@@ -51,11 +51,6 @@ def killed(folder: Path, plan: str, steps: int = 7) -> tuple[config.Config, str]
     given = runs.changed(given, "run", callbacks=(f"{callback}:make",))
     file.write_text(config.dump(given))
     return given, str(file)
-
-
-def assert_same_curve(found: Sequence[Record], straight: Sequence[Record]) -> None:
-    assert [r.step for r in found] == [r.step for r in straight]
-    assert [r.loss for r in found] == pytest.approx([r.loss for r in straight], rel=1e-10)
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--max-restarts", "3"]
@@ -131,4 +126,6 @@ def test_a_host_that_is_lost_and_returns_is_left_out_meanwhile(tmp_path: Path) -
             (tmp_path / "slow").unlink()
             texts = [each.communicate(timeout=240)[1] for each in (first, second)]
         assert (first.returncode, second.returncode) == (0, 0), texts
-    assert_same_curve(read(given.folder), straight)
+    found = read(given.folder)
+    assert [r.step for r in found] == [r.step for r in straight]
+    assert [r.loss for r in found] == pytest.approx([r.loss for r in straight], rel=1e-10)

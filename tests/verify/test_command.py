@@ -102,7 +102,7 @@ def test_a_broken_gradient_is_named_with_its_rank(monkeypatch: pytest.MonkeyPatc
 
 
 class Keeps(nn.Linear):
-    """A layer that keeps a statistic of its rows, which nothing reads."""
+    """A layer that keeps a statistic of its rows, which nothing reads; and leaves a cycle."""
 
     def __init__(self) -> None:
         super().__init__(6, 6)
@@ -110,6 +110,8 @@ class Keeps(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         self.get_buffer("seen").add_(x.detach().mean(0))
+        found: list[Any] = [2 * x.detach()]
+        found.append(found)
         return super().forward(x)
 
 

@@ -77,12 +77,10 @@ class Loading:
         saved: Catalogue,
         scalars: Mapping[str, Any],
     ) -> None:
-        idle, every = {*scalars.get("idle", ())}, held_parameters(optimizer)
-        saved = {name: of for name, of in saved.items() if name.split("/", 2)[-1] not in idle}
         self.optimizer = optimizer
         self.states = incoming(
             optimizer.states(),
-            every,
+            held_parameters(optimizer),
             saved,
             scalars.get("states", {}),
             expected=_expected(optimizer, saved, scalars),
