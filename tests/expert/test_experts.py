@@ -168,7 +168,9 @@ def most_kept(world: World, words: str) -> tuple[int, int]:
         each.register_forward_hook(lambda *_, r=records: seen.append(len(r.values)))
     for step in range(2):
         engine.step(moe.batch("sigmoid", 4, step))
-    assert 0 < step_loads(engine).dropped < 1
+    loads = step_loads(engine)
+    assert 0 < (loads.dropped or 0.0) < 1
+    assert 0.1 < (loads.entropy or 0.0) < 1.39  # nats: less than ln 4
     return max(seen), sum(len(each.pass_records.values) for each in layers)
 
 

@@ -112,7 +112,7 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
                 ),
             )
         ),
-        (lambda: engine_of("recompute:full", deep()), "full for a Sequential.*recompute:0"),
+        (lambda: engine_of("recompute:full", nn.Sequential(nn.Linear(6, 6))), "no .*recompute:0"),
         (
             lambda: engine_of("pp2 1f1b:2 recompute:full", small_gpt(), stages=["blocks.1.mlp"]),
             "recomputes blocks.1, with a stage that begins inside of it",
