@@ -129,9 +129,7 @@ def test_bad_words(text: str, instead: str):
 
 
 def test_everything_is_answered_at_once():
-    """One reading answers every bad word; for one that nothing resembles, all words are offered.
-    All problems of a plan that can be read are reported together too.
-    """
+    """One reading answers every bad word, or offers all; then every problem of a plan is told."""
     with pytest.raises(InputError) as caught:
         Plan.parse("dp0 zero1 zero2 accumulate:x bf61 fp9 tp2")
     lines = str(caught.value).splitlines()

@@ -84,9 +84,7 @@ LR = "lr of the group 'default' of engine.optimizer on {}: 0.5; on {}: 0.01"
 BETAS = "betas of the group 'default' of engine.optimizer on {}: [0.5, 0.9]; on {}: "
 #: The axes whose last rank changes something, by plan.
 AXES = {
-    **dict.fromkeys(["dp2", "dp2 zero1", "dp2 zero2 accumulate:2", "dp2 zero3"], ("data",)),
-    "dp2 fp16": ("data",),
-    "dp2 pp2 2bw:2": ("data", "pp"),
+    **dict.fromkeys(["dp2", "dp2 zero1", "dp2 zero3", "dp2 fp16"], ("data",)),
     **dict.fromkeys(["tp2", "tp2 fp16"], ("tp",)),
     **dict.fromkeys(["pp2 1f1b:2", "pp2 1f1b:2 fp16", "pp2 2bw:2"], ("pp",)),
     "dp2 tp2": ("data", "tp"),
