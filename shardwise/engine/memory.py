@@ -61,5 +61,5 @@ def weights_of(flat: Flat) -> tuple[tuple[str, Tensor], ...]:
 
 def gradients_of(flat: Flat) -> list[Tensor]:
     of = flat.grads
-    every = of.grad, of.gshard, of.host_grad, of.other_host_grad, *(t for _, t in of.lot)
+    every = of.grad, of.gshard, of.host_grad, of.other_host_grad
     return [t for t in every if t is not None]

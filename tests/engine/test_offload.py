@@ -82,12 +82,12 @@ def in_parts(world: World, words: str) -> tuple[list[bool], Held]:
     return [get_ident() == thread for thread in updates], held.ended(engine)
 
 
-def set_slowly(flat: Flat, data: Sequence[Tensor]) -> None:
+def set_slowly(flat: Flat, data: Sequence[Tensor], set_quickly: Any = Flat._set) -> None:
     """As Flat._set; in between, a thread that updates could take the pieces for assigned ones."""
     for p, tensor in zip(flat.params, data, strict=True):
         p.data = tensor
     time.sleep(0.01)
-    flat.data = list(data)
+    set_quickly(flat, data)
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,7 @@ class ShardedOptimizer(Optimizer, ABC):
         self.masters = {flat: master for flat, master in found.items() if master is not None}
         self.seen: dict[Flat, Tensor] = {}  # squares of gradients of this step that left the device
         self.shown = defaultdict[Tensor, State](dict)  # what a program reads and writes: `state`
-        self.versions: dict[Tensor, int] = {}  # of the states as they were shown
-        self.shows = False  # whether they are shown
+        self.versions: dict[Tensor, int] = {}  # of the states, while they are shown
         self.running: deque[tuple[Future[Any], Sequence[Flat]]] = deque()
         self.owners = Owners(spec.is_whole, flats)
         targets = self.owners.targets.items()
@@ -136,11 +135,10 @@ class ShardedOptimizer(Optimizer, ABC):
 
         The next update follows what a program writes.
         """
-        if not self.shows:
+        if not self.versions:
             wait([update for update, _ in self.running])
             self.shown |= self.states()
             self.versions = {p: version(state) for p, state in self.shown.items()}
-            self.shows = True
         return self.shown
 
     @state.setter
@@ -231,15 +229,20 @@ class ShardedOptimizer(Optimizer, ABC):
 
     @contextmanager
     def _stepping(
-        self, part: Sequence[Flat], own: list[dict[str, Any]], factor: Factor | None = None
+        self,
+        gradients: Mapping[Flat, Gradient],
+        own: list[dict[str, Any]],
+        factor: Factor | None = None,
     ) -> Iterator[None]:
-        """Inside, these groups of torch's optimizer have runs, and tensors that this rank owns are
-        whole, with their gradients times `factor`; at the end all ranks get theirs.
+        """Inside, these groups of torch's optimizer have runs with these gradients, and tensors
+        that this rank owns are whole, with gradients times `factor`; at the end all ranks get them.
         """
-        weights = {flat: self.block(flat) for flat in part}
+        for flat, gradient in gradients.items():
+            self._attach(flat, gradient, 1.0 if factor is None else factor.value)
+        weights = {flat: self.block(flat) for flat in gradients}
         self.owners.collect(weights, None if factor is None else factor.value)
         shown = [group["params"] for group in own]
-        runs = [run for flat in part for run in self.runs[flat].every]
+        runs = [run for flat in gradients for run in self.runs[flat].every]
         self.torch.param_groups = own
         vars(self.torch)["found_inf"] = factor and factor.skips  # which torch's fused kernels read
         try:
@@ -274,11 +277,11 @@ class ShardedOptimizer(Optimizer, ABC):
     def follow_states(self) -> None:
         """Take over the states that the program, or a checkpoint, has written."""
         written = self.written()
-        for flat, runs in self.runs.items():
+        for flat, runs in self.runs.items() if written else ():
             if not written.keys().isdisjoint(flat.params):
                 runs.arrange(runs.states() | written)
         self.shown.clear()
-        self.versions, self.shows = {}, False
+        self.versions.clear()
 
     def eval(self) -> None:
         """Give the model the weights to evaluate and to save, of a schedule-free optimizer.
@@ -301,9 +304,7 @@ class ShardedOptimizer(Optimizer, ABC):
             )
         self.follow(self.flats)
         self.units.to_sharded()
-        for flat in self.flats:
-            self._attach(flat, (None, ()))
-        with self._stepping(self.flats, self.param_groups):
+        with self._stepping(dict.fromkeys(self.flats, (None, ())), self.param_groups):
             getattr(self.torch, mode)()
         self.loaded()
         self.units.begin_unshard()
@@ -377,7 +378,7 @@ class ShardedOptimizer(Optimizer, ABC):
             called = f"the group {group['name']!r} of engine.optimizer"
             groups.require_options(group, first, called)
             found |= groups.compared(group, called)
-        left = any(self.shown.values()) if self.shows else self.torch.state
+        left = any(self.shown.values()) if self.versions else self.torch.state
         found["missing states of engine.optimizer"] = self.had_states and not left
         self.had_states = bool(self.torch.state)
         return found, bool(self.written())

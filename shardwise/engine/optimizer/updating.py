@@ -117,9 +117,7 @@ class MemoryOptimizer(ShardedOptimizer):
         wide = [flat for flat in gradients if flat not in half]
         parts = [[*gradients]] if self.together else [wide, *([flat] for flat in half)]
         for part in filter(None, parts):
-            for flat in part:
-                self._attach(flat, gradients[flat], factor.value)
-            with self._stepping(part, own, factor):
+            with self._stepping({flat: gradients[flat] for flat in part}, own, factor):
                 self.torch.step()
             for flat in part:
                 self._end_step(flat)

@@ -178,8 +178,6 @@ class Data:
 
     def leave(self) -> None:
         self._collect_arrived()
-        for group in self.trained:
-            group.grads.take()
         self._do(self.order.leave(recorded=torch.is_grad_enabled()))
 
     def reduce_stage(self, stage: int) -> None:
@@ -419,7 +417,6 @@ class Data:
                 raise bad(f"two gradients of {unit.name} in one pass", "one", "use_reentrant=False")
             group.grads.collect(indices, mute=self.mute)
             if self.collects is not None:
-                group.grads.take()
                 for index in indices:
                     self.collects(group, index)
             if self.staged is None:

@@ -23,7 +23,7 @@ they change is what is reduced.
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,6 @@ from shardwise.core.errors import bad
 from shardwise.core.reduce_order import UnitState
 from shardwise.core.tools.hook import in_backward, others_after, owner, weakly
 from shardwise.core.unit_order import UnitOrder
-from shardwise.techniques.data.flat.flat_gradient import LOT_BYTES
 from shardwise.techniques.data.flat.flat_parameter import Flat, State
 
 
@@ -158,7 +157,6 @@ class Unit:
         dense layers of a unit may not be.
         """
         for group in (g for g in self.trained if last or g.moves.each_backward):
-            group.grads.take()
             see(group)
             group.grads.begin_reduce()
 
@@ -275,6 +273,8 @@ def mark_kept(order: Sequence[Unit]) -> None:
 
 # --- The units of a pipeline rank -----------------------------------------------------------------
 
+#: Bytes of small gradients that are copied to the flat gradient in one call.
+LOT_BYTES: Final = 2**20
 #: Weight gradients as products: a weight, and the factors of left^T right (weight_gradient.py).
 Products = list[tuple[nn.Parameter, Tensor, Tensor]]
 

@@ -136,15 +136,15 @@ class DiskOptimizer(ShardedOptimizer):
         if self.mapped:
             self.disk.drop()
             self.mapped = False
-        for flat, (_, used) in gradients.items():
-            self.runs[flat].part(used)
         jobs = [
             ChunkRead(self.places[flat], number)
             for flat in gradients
             for number in range(self.places[flat].master.chunks)
         ]
-        before, after = dict(self.torch.state), dict[Tensor, State]()
-        with self._stepping([*gradients], own, factor):
+        after = dict[Tensor, State]()
+        later = {flat: (None, used) for flat, (_, used) in gradients.items()}  # chunk by chunk
+        with self._stepping(later, own, factor):
+            before = dict(self.torch.state)
             for job, buffers in read_ahead(self.disk, jobs):
                 with self.disk.use.spending("updated"):
                     self._update_chunk(job, buffers, factor.value, before, after)
@@ -189,7 +189,9 @@ class DiskOptimizer(ShardedOptimizer):
             after[run.param] = state = self.torch.state.pop(run.param, {})
             for key, value in state.items():
                 if _streamed(value):
-                    _keep(value, run.part(chunks[key], *span))
+                    part = run.part(chunks[key], *span)
+                    if part.data_ptr() != value.data_ptr():  # a step has made it elsewhere
+                        part.copy_(value)
                     state[key] = run.part(blocks[key])
                 elif isinstance(value, Tensor):
                     self.tiers.own(value)
@@ -297,9 +299,3 @@ def _streamed(value: Any) -> bool:
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _keep(value: Tensor, part: Tensor) -> None:
-    """Copy a state to its chunk, if a step has made it elsewhere."""
-    if part.data_ptr() != value.data_ptr():
-        part.copy_(value)

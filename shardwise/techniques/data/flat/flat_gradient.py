@@ -15,7 +15,7 @@ dropped, the copy is added. Where updates are made one step late, two take turns
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,6 @@ from shardwise.core.layouts.layout import P, Placement, R
 from shardwise.core.tools.hook import in_backward, others_after
 from shardwise.core.zero import RowMoves
 from shardwise.techniques.data.flat.local_layout import FlatViews, LocalLayout
-
-#: Bytes of small gradients that are copied to the flat gradient in one call.
-LOT_BYTES: Final = 2**20
 
 
 class FlatGradient:
@@ -69,21 +66,22 @@ class FlatGradient:
         self.touched: dict[int, Tensor] = {}
         self.graphs: dict[int, Tensor] = {}  # gradients with a graph (create_graph)
         self.scale = 1.0  # of every gradient that is collected
-        self.lot: list[tuple[int, Tensor]] = []  # gradients that are not in grad yet
-        self.lot_bytes = 0
         self.going = Pending()
 
     # --- in the backward pass -----------------------------------------------------------------
 
     def collect(self, indices: Sequence[int], *, mute: bool = False) -> None:
-        """Take the gradients that autograd has just left on these parameters; `mute`: drop them.
+        """Copy the gradients that autograd has just left on these parameters to `grad`, times
+        `scale`, or add them to what is there; `mute`: drop them.
 
         Raises InputError for the gradient of a piece, and for one that a hook has dropped.
         """
-        lot = [(i, self.params[i].grad) for i in indices]
+        new: tuple[list[Tensor], list[Tensor]] = ([], [])
+        more: tuple[list[Tensor], list[Tensor]] = ([], [])
         shapes = self.views.shapes
-        for i, gradient in lot:
+        for i in indices:
             p = self.params[i]
+            gradient = p.grad
             if gradient is None:
                 if others_after(p):
                     raise in_backward(f"a hook that drops the gradient of {self.names[i]}, as")
@@ -99,13 +97,20 @@ class FlatGradient:
                 )
             if mute:
                 continue
-            self.has_grad[i] = True
             if self.touched or gradient.requires_grad or gradient.is_sparse:
                 gradient = self._plain(i, gradient)
-            self.lot.append((i, gradient))
-            self.lot_bytes += gradient.nbytes
-        if self.lot_bytes >= LOT_BYTES:
-            self.take()
+            if self.grad is None:
+                self.begin()
+            to, of = more if self.filled[i] else new
+            to.append(self.grad_views[i])
+            of.append(gradient)
+            self.filled[i] = self.has_grad[i] = True
+        if new[0]:
+            torch._foreach_copy_(*new)  # pyright: ignore[reportPrivateImportUsage]
+            if self.scale != 1.0:
+                torch._foreach_mul_(new[0], self.scale)  # pyright: ignore[reportPrivateImportUsage]
+        if more[0]:
+            torch._foreach_add_(*more, alpha=self.scale)  # pyright: ignore[reportPrivateImportUsage]
 
     def _plain(self, index: int, gradient: Tensor) -> Tensor:
         """The values of a gradient that is sparse or has a graph, which are noted."""
@@ -118,30 +123,8 @@ class FlatGradient:
             self.touched[index][rows] = 1
         return gradient.to_dense() if gradient.is_sparse else gradient
 
-    @torch.no_grad()
-    def take(self) -> None:
-        """Copy what was collected to `grad`, times `scale`, or add it to what is there."""
-        lot, self.lot, self.lot_bytes = self.lot, [], 0
-        if lot and self.grad is None:
-            self.begin()
-        new: tuple[list[Tensor], list[Tensor]] = ([], [])
-        more: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for index, gradient in lot:
-            to, of = more if self.filled[index] else new
-            to.append(self.grad_views[index])
-            of.append(gradient)
-            self.filled[index] = True
-        if new[0]:
-            torch._foreach_copy_(*new)  # pyright: ignore[reportPrivateImportUsage]
-            if self.scale != 1.0:
-                torch._foreach_mul_(new[0], self.scale)  # pyright: ignore[reportPrivateImportUsage]
-        if more[0]:
-            torch._foreach_add_(*more, alpha=self.scale)  # pyright: ignore[reportPrivateImportUsage]
-
     def add_product(self, index: int, left: Tensor, right: Tensor) -> None:
         """Add left^T right, of left [N, out] and right [N, in], to the gradient of a weight."""
-        if any(index == other for other, _ in self.lot):
-            self.take()
         if self.grad is None:
             self.begin()
         view, beta = self.grad_views[index], float(self.filled[index])  # 0: not read
@@ -165,7 +148,6 @@ class FlatGradient:
         """After the pass: take back what was shown and had no gradient in it."""
         left = [i for i, shown in enumerate(self.shown) if shown and not self.filled[i]]
         self.collect([i for i in left if self.params[i].grad is not None])
-        self.take()
         self.shown = [False] * len(self.params)
 
     def begin(self) -> None:
@@ -378,7 +360,6 @@ class FlatGradient:
         self.resting = list(none)
         self.attached = False
         self.graphs.clear()
-        self.lot, self.lot_bytes = [], 0
         for p in self.params:
             p.grad = None
 

@@ -105,6 +105,7 @@ class Flat:
         self.full_in_own_dtype: Tensor | None = None  # of `unshard_in_own_dtype`
         self.state = State.UNSHARDED
         self.data: list[Tensor] = []  # what was last set as the data of each parameter
+        self.set_at: tuple[list[int], list[torch.Size]] = [], []  # its addresses and shapes
         self.versions: list[int] = []  # of the parameters, when they became views of `full`
         self.looked = False  # whether the program may have written since masters followed
         self.assignments = 0
@@ -134,6 +135,7 @@ class Flat:
         for p, tensor in zip(self.params, data, strict=True):
             p.data = tensor
         self.data = list(data)
+        self.set_at = _addresses(data)
 
     def renew(self) -> None:
         """Copy `full`, which `shard` views, to a new buffer; the old one keeps its values."""
@@ -262,10 +264,9 @@ class Flat:
             InputError: a tensor of another shape, dtype or device than the parameter or its piece;
                 parameters that are updated on another tier than they rest on.
         """
-        places = [*map(Tensor.data_ptr, self.params)]
-        shapes = [p.shape for p in self.params] == [own.shape for own in self.data]
-        same = shapes and places == [*map(Tensor.data_ptr, self.data)]
-        if same and (0 not in places or self.shard.is_meta):  # an empty piece has no address
+        now = _addresses(self.params)
+        # an empty piece has no address
+        if now == self.set_at and (0 not in now[0] or self.shard.is_meta):
             return False
         pairs = enumerate(zip(self.params, self.data, strict=True))
         changed = {i: p.data for i, (p, own) in pairs if not _is_view_of_ours(p, own)}
@@ -370,6 +371,10 @@ class Flat:
     @property
     def is_sharded(self) -> bool:
         return self.state is State.SHARDED
+
+
+def _addresses(tensors: Sequence[Tensor]) -> tuple[list[int], list[torch.Size]]:
+    return [*map(Tensor.data_ptr, tensors)], [each.shape for each in tensors]
 
 
 def _is_view_of_ours(p: Tensor, own: Tensor) -> bool:
