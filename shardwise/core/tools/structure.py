@@ -41,15 +41,16 @@ class Structure:
     def __init__(self, root: Any, frozen: Sequence[Any], instead: str = BY_HAND) -> None:
         self.root, self.frozen, self.instead = root, list(frozen), instead
         self.names = [name for name, _ in root.named_modules()]
-        self.tables: list[dict[str, Any]] = [
-            table for m in root.modules() for table in (m._parameters, m._modules)
-        ]
+        self.modules = list(root.modules())
         # held, so that nothing new gets the identity of what was there
-        self.before = [*map(dict, self.tables)]
+        self.before = [dict(table) for table in self._tables()]
         self.ids = self._ids()
 
+    def _tables(self) -> list[dict[str, Any]]:
+        return [table for m in self.modules for table in (m._parameters, m._modules)]
+
     def _ids(self) -> list[int]:
-        return [*map(id, chain.from_iterable(map(dict[str, Any].values, self.tables)))]
+        return [*map(id, chain.from_iterable(map(dict[str, Any].values, self._tables())))]
 
     def require_unchanged(self, *, lent: tuple[type, ...] = ()) -> None:
         """Raise InputError if a module or parameter was replaced, or a frozen one is trained now.
@@ -62,14 +63,14 @@ class Structure:
             if changes and not _in_functional_call():
                 raise self._error("changed", changes)
             if not (lent or changes):  # parts were compiled
-                self.before, self.ids = [*map(dict, self.tables)], ids
+                self.before, self.ids = [dict(table) for table in self._tables()], ids
         if any(p.requires_grad for p in self.frozen):
             frozen = set(map(id, self.frozen))
             named = [n for n, p in self.root.named_parameters() if id(p) in frozen]
             raise self._error("unfrozen (requires_grad_(True))", named)
 
     def _changes(self, lent: tuple[type, ...]) -> Iterator[str]:
-        for number, (now, before) in enumerate(zip(self.tables, self.before, strict=True)):
+        for number, (now, before) in enumerate(zip(self._tables(), self.before, strict=True)):
             prefix = self.names[number // 2]
             for key in dict.fromkeys([*before, *now]):
                 old, new = before.get(key), now.get(key)
