@@ -189,9 +189,7 @@ class DiskOptimizer(ShardedOptimizer):
             after[run.param] = state = self.torch.state.pop(run.param, {})
             for key, value in state.items():
                 if _streamed(value):
-                    part = run.part(chunks[key], *span)
-                    if part.data_ptr() != value.data_ptr():  # a step has made it elsewhere
-                        part.copy_(value)
+                    _keep(value, run.part(chunks[key], *span))
                     state[key] = run.part(blocks[key])
                 elif isinstance(value, Tensor):
                     self.tiers.own(value)
@@ -299,3 +297,9 @@ def _streamed(value: Any) -> bool:
 
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _keep(value: Tensor, part: Tensor) -> None:
+    """Copy a state to its chunk, if a step has made it elsewhere."""
+    if part.data_ptr() != value.data_ptr():
+        part.copy_(value)
