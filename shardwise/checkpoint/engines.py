@@ -25,6 +25,7 @@ from shardwise.checkpoint.folder import (
     find,
     is_checkpoint,
     passed_over,
+    require_snapshots,
     step_of,
 )
 from shardwise.checkpoint.folder import prune as remove_old
@@ -115,18 +116,9 @@ def async_save(
         InputError: as `save`; and for states on a disk (`offload:optim@disk`).
     """
     trained = _trained(engine_or_module, optimizer, "sw.async_save")
-    require_snapshots(trained)
+    if isinstance(trained, Engine):
+        require_snapshots(trained.plan)
     return PendingCheckpoint(_asked(trained, folder, extra, keep, step, "sw.async_save"))
-
-
-def require_snapshots(trained: Engine | PlainLoop) -> None:
-    """Raise InputError for states on a disk, which a snapshot would copy to host memory."""
-    if isinstance(trained, Engine) and trained.disk is not None:
-        raise bad(
-            f"an asynchronous save under the plan '{trained.plan}', whose states are on a disk",
-            "states in device or host memory, since a snapshot is a copy of them in host memory",
-            "sw.save(engine, folder); for shardwise train, train.async_save = false",
-        )
 
 
 def _asked(

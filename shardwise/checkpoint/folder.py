@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shardwise.core.errors import InputError, RunError, bad, causes, expanded
+from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.arguments import integer
 
 METADATA, MANIFEST = ".metadata", "manifest.json"
@@ -231,6 +232,16 @@ def remove(path: Path) -> None:
         shutil.rmtree(aside)
     path.rename(aside)
     shutil.rmtree(aside)
+
+
+def require_snapshots(plan: Plan) -> None:
+    """Raise InputError for states on a disk, which a snapshot would copy to host memory."""
+    if any(each.states.moves().offload == "disk" for each in plan.of_all_layers):
+        raise bad(
+            f"an asynchronous save under the plan '{plan}', whose states are on a disk",
+            "states in device or host memory, since a snapshot is a copy of them in host memory",
+            "sw.save(engine, folder); for shardwise train, train.async_save = false",
+        )
 
 
 # --- errors of saving and loading: one paragraph, the same on every rank --------------------------

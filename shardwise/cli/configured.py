@@ -6,7 +6,7 @@ shardwise predict "tp2" --config run.toml      that run under another plan
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -89,11 +89,20 @@ class PlannedModel:
             return None
         return -(-self.config.train.batch // self.plan.shares)
 
-    def options(self, table: "Table | Mapping[str, str] | None") -> "EngineOptions":
+    def options(
+        self, trainable: "Trainable", table: "Table | Mapping[str, str] | None", device: str
+    ) -> "EngineOptions":
+        """Those of the run, or of a proof; with the kernels of a device."""
         from shardwise.train.model import options_of_run
+        from shardwise.verify import parity
+        from shardwise.verify.inputs import Options
+        from shardwise.verify.oracles.oracles import is_asynchronous
 
-        assert self.config is not None
-        return options_of_run(self.config, self.sizes, table)
+        if self.config is not None:
+            return replace(options_of_run(self.config, self.sizes, table), kernels=device)
+        found = parity.build_options(trainable, self.plan, Options(table=table))
+        clip = None if is_asynchronous(self.plan) else 1.0
+        return replace(found, clip=clip, kernels=device)
 
 
 def configured(config: Path | None, plan: str | None, model: str | None) -> PlannedModel:

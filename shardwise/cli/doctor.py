@@ -71,9 +71,6 @@ def doctor_command(
     gpus = torch.cuda.device_count()
     kind = device or ("cuda" if gpus > 1 else "cpu")
     count = _count(nproc, mesh, start.size if start else None, gpus if kind == "cuda" else 4)
-    if device == "cuda" and not gpus:
-        none = "--device cuda on a machine without a GPU that PyTorch sees"
-        raise bad(none, "cuda with a GPU for each rank, or cpu", "--device cpu")
     axes = Mesh.parse(f"dp{count}" if mesh is None else mesh)
     if axes.size != count:
         given = f"--mesh '{axes}' of {axes.size} ranks, with {count} ranks"

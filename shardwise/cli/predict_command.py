@@ -19,6 +19,7 @@ from shardwise.cli.configured import CONFIG, JSON, MODEL, PLAN, SEQUENCE, Planne
 from shardwise.cli.predict_table import Answer, answer, show
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan.plan import Plan
+from shardwise.core.plan.words import read_size
 from shardwise.core.tools.arguments import choice, integer
 from shardwise.prediction.cluster import cluster_of
 
@@ -192,13 +193,10 @@ def _device_bytes(text: str | None, cluster: "Cluster | None") -> int | None:
     if text is None:
         return None if cluster is None else cluster.device.memory_bytes
     try:
-        plan = Plan.parse(f"device_memory:{text}")
+        return read_size("device_memory", text)
     except InputError:
-        plan = Plan()
-    if plan != Plan(device_memory_bytes=plan.device_memory_bytes) or not plan.device_memory_bytes:
         allowed = "a whole number from 1 up with its unit, B, KiB, MiB or GiB"
-        raise bad(f"--device-memory {text}", allowed, "--device-memory 80GiB")
-    return plan.device_memory_bytes
+        raise bad(f"--device-memory {text}", allowed, "--device-memory 80GiB") from None
 
 
 def predict_request(
@@ -220,11 +218,9 @@ def predict_request(
     from shardwise.engine.checks.device_room import AUTO
     from shardwise.engine.predict import predict_with
     from shardwise.models.registry import find
-    from shardwise.verify import parity
     from shardwise.verify.command import with_table
     from shardwise.verify.inputs import Options, table_in
     from shardwise.verify.oracles import batches
-    from shardwise.verify.oracles.oracles import is_asynchronous
 
     trainable = find(run.model)
     rows = batch or run.rows or ROWS * plan.microbatches
@@ -233,15 +229,9 @@ def predict_request(
         return resized(trainable.batch(rows, batches.SEED + data_rank), sequence, name)
 
     made = share(0)
-    clip = None if is_asynchronous(plan) else 1.0
     styles = Options(table=run.table if table is None else table_in(table))
-    chosen = with_table(trainable, plan, styles)
-    options = (
-        replace(parity.build_options(trainable, plan, chosen), clip=clip)
-        if run.config is None
-        else run.options(chosen.table)
-    )
-    options = replace(options, kernels=device)
+    chosen = with_table(trainable, plan, styles).table
+    options = replace(run, plan=plan).options(trainable, chosen, device)
     given = run, batch, sequence, rank, table, device
     request = PredictRequest(plan, trainable, made, options, share, given)
     if plan.offload != AUTO:

@@ -4,7 +4,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,17 +19,6 @@ from shardwise.core.schedule.clock import ActionCosts, Timeline, clock
 from shardwise.core.schedule.library import Entry, Size, entry, size, written
 from shardwise.core.schedule.lower import lower, peaks, versions
 from shardwise.core.schedule.schedule import Schedule
-
-
-@dataclass(frozen=True)
-class Request:
-    """The schedule that the command line asks for."""
-
-    name: str | None
-    stages: int | None
-    microbatches: int | None
-    chunks: int | None
-    batches: int
 
 
 def schedule_command(
@@ -56,8 +45,9 @@ def schedule_command(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Draw a pipeline schedule and price it: makespan, bubble, activations, transfers."""
-    request = Request(name, stages, microbatches, chunks, batches)
-    subject = _subject(request if config is None else _of_run(request, config))
+    if config is not None:
+        name, stages = _of_run(config, name, stages, microbatches, chunks)
+    subject = _subject(name, 4 if stages is None else stages, microbatches, chunks, batches)
     times = read_costs(costs, len(subject.schedule.home))
     timeline = clock(lower(subject.schedule, gather=bool(times.GATHER)), times)
     if not timeline.makespan:
@@ -113,31 +103,30 @@ def _time(given: str) -> float | None:
     return time if time == 0 or LEAST <= time <= MOST else None
 
 
-def _subject(request: Request) -> Subject:
-    if request.name is None:
+def _subject(
+    text: str | None, stages: int, microbatches: int | None, chunks: int | None, batches: int
+) -> Subject:
+    if text is None:
         raise bad("no schedule", "its name, or the configuration of a run", "1f1b")
-    name, _, numbers = request.name.partition(":")
+    name, _, numbers = text.partition(":")
     found = entry(name)
     m, _, v = numbers.partition("x")
     if numbers and not re.fullmatch("[0-9]{1,18}(x[0-9]{1,18})?", numbers):
-        raise bad(f"'{request.name}'", "a name, or with a colon M or MxV after it", f"{name}:8")
-    if numbers and (request.microbatches or (v and request.chunks)):
-        given = f"'{request.name}' and its numbers again as options"
+        raise bad(f"'{text}'", "a name, or with a colon M or MxV after it", f"{name}:8")
+    if numbers and (microbatches or (v and chunks)):
+        given = f"'{text}' and its numbers again as options"
         raise bad(given, "one or the other", name)
-    microbatches = int(m) if numbers else request.microbatches
-    if microbatches is None:
-        microbatches = 1 if name == "naive" else 8
-    stages = 4 if request.stages is None else request.stages
-    n = size(name, stages, microbatches, int(v) if v else request.chunks, request.batches)
-    chunks = f", {n.v} chunks a rank" * (n.v > 1) + f", {n.batches} batches" * (n.batches > 1)
-    title = f"{found.title}: {_count(n.p, 'rank')}, {_count(n.m, 'microbatch', 'es')}{chunks}"
+    usual = (1 if name == "naive" else 8) if microbatches is None else microbatches
+    n = size(name, stages, int(m) if numbers else usual, int(v) if v else chunks, batches)
+    more = f", {n.v} chunks a rank" * (n.v > 1) + f", {n.batches} batches" * (n.batches > 1)
+    title = f"{found.title}: {_count(n.p, 'rank')}, {_count(n.m, 'microbatch', 'es')}{more}"
     return Subject(title, written(name, n), found, n)
 
 
-def _of_run(request: Request, config: Path) -> Request:
+def _of_run(config: Path, name: str | None, *sizes: int | None) -> tuple[str, int]:
+    """The name and the ranks of a run's schedule, beside which no other may be asked for."""
     plan = configured(config, None, None).plan
-    sizes = (request.stages, request.microbatches, request.chunks)
-    if request.name is not None or any(sizes) or plan.pipeline is None:
+    if name is not None or any(sizes) or plan.pipeline is None:
         given = f"whose plan '{plan}' has no pipeline"
         if plan.pipeline is not None:
             given = "beside a schedule's name or sizes"
@@ -146,7 +135,7 @@ def _of_run(request: Request, config: Path) -> Request:
             "the configuration of a run with a pipeline, alone: its plan says name and sizes",
             "shardwise schedule 1f1b --stages 4 --microbatches 8",
         )
-    return replace(request, name=plan.pipeline, stages=plan.mesh.size_of("pp"))
+    return plan.pipeline, plan.mesh.size_of("pp")
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.cli.configured import CONFIG, JSON, MODEL, SEQUENCE, configured
+from shardwise.cli.configured import CONFIG, JSON, MODEL, SEQUENCE, PlannedModel, configured
 from shardwise.cli.predict_command import new_console, predict_request, resized
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
@@ -31,8 +31,6 @@ from shardwise.core.tools.signs_of_life import signs_of_life
 if TYPE_CHECKING:
     from shardwise.comm.world import World
     from shardwise.derive.search.result import RankedPlan, SearchResult
-    from shardwise.engine.options import EngineOptions
-    from shardwise.models.trainable import Trainable
     from shardwise.prediction.prediction import Prediction
 
 SHOWN = 10
@@ -59,42 +57,23 @@ def search_command(
     as_json: Annotated[bool, JSON] = False,
 ) -> None:
     """Find the fastest plans that fit on a number of devices."""
+    from shardwise.derive.plan_search import search
+    from shardwise.models.registry import find
+    from shardwise.prediction.cluster import cluster_of
+    from shardwise.verify.oracles import batches
+
     if measure is not None:
         integer("--measure", measure, 1, 3, SHOWN)
         device_for(ranks)
-    task = SearchTask(model, config, cluster, ranks, batch, sequence, measure)
-    _search(task, why, as_json=as_json)
-
-
-class SearchTask(NamedTuple):
-    """The options as written."""
-
-    model: str | None
-    config: Path | None
-    cluster: str
-    ranks: int
-    batch: int | None
-    sequence: int | None
-    measure: int | None
-
-
-def _search(task: SearchTask, why: str | None, *, as_json: bool) -> None:
-    from shardwise.derive.plan_search import search
-    from shardwise.prediction.cluster import cluster_of
-
-    cluster = cluster_of(task.cluster)
-    plan = None if why is None else Plan.parse(why)
-    if plan is not None:
-        require(plan, task.ranks)
-        plan = plan.completed(task.ranks)
-    run = configured(task.config, "dp1 bf16", task.model)
-    trainable, options, sample = _model(run, task.sequence)
-    rows = task.batch or run.batch or task.ranks
-    known = plan and _prediction(trainable, options, plan, rows, task.sequence)
-    with signs_of_life(lambda: f"plans of {run.name} on {task.ranks} ranks"):
-        found = search(trainable.plain(), cluster, task.ranks, sample, rows=rows, options=options)
-    best = found.ranked[: task.measure or 0]
-    measured = measure_plans(best, task.config, task.model, task.sequence) if best else []
+    of, run = cluster_of(cluster), configured(config, "dp1 bf16", model)
+    trainable, rows = find(run.model), batch or run.batch or ranks
+    known = None if why is None else _known(run, Plan.parse(why), ranks, rows, sequence)
+    options = run.options(trainable, run.table, "cuda")
+    sample = resized(trainable.batch(1, batches.SEED), sequence, run.name)
+    with signs_of_life(lambda: f"plans of {run.name} on {ranks} ranks"):
+        found = search(trainable.plain(), of, ranks, sample, rows=rows, options=options)
+    best = found.ranked[: measure or 0]
+    measured = measure_plans(best, config, model, sequence) if best else []
     if as_json:
         told: dict[str, Any] = {} if known is None else {"why": found.why(known)}
         told |= {"measured": [each.as_json() for each in measured]} if measured else {}
@@ -107,42 +86,28 @@ def _search(task: SearchTask, why: str | None, *, as_json: bool) -> None:
         return
     if found.best is None:
         raise _nothing(found, run.name)
-    _show(found, task, run.name, measured)
+    fastest = _show(found, run.name, measured)
+    line = f'shardwise predict "{fastest.plan}" --model {model or "gpt"} '
+    line += f"--batch {fastest.rows * fastest.plan.microbatches} --cluster {shlex.quote(cluster)}"
+    line += "" if sequence is None else f" --sequence {sequence}"
+    if config is not None:
+        line = f'shardwise train {config} --plan "{fastest.plan}"'
+    new_console().print(f"The best: {line}", soft_wrap=True)
 
 
-def _model(run: Any, sequence: int | None) -> "tuple[Trainable, EngineOptions, Any]":
-    """The model of a command line, the options of its engine, and a batch of one row."""
-    from shardwise.models.registry import find
-    from shardwise.verify import parity
-    from shardwise.verify.inputs import Options
-    from shardwise.verify.oracles import batches
-
-    trainable = find(run.model)
-    if run.config is None:
-        options = parity.build_options(trainable, run.plan, Options())
-        options = replace(options, clip=1.0)
-    else:
-        options = run.options(run.table)
-    sample = resized(trainable.batch(1, batches.SEED), sequence, run.name)
-    return trainable, replace(options, kernels="cuda"), sample
-
-
-def _prediction(
-    trainable: "Trainable", options: "EngineOptions", plan: Plan, rows: int, sequence: int | None
+def _known(
+    run: PlannedModel, plan: Plan, ranks: int, rows: int, sequence: int | None
 ) -> "Prediction":
-    from shardwise.engine.predict import predict_with
-    from shardwise.verify.command import with_table
-    from shardwise.verify.inputs import Options
-    from shardwise.verify.oracles import batches
-
+    """The prediction for the plan that --why names."""
+    require(plan, ranks)
+    plan = plan.completed(ranks)
     least = plan.shares * plan.microbatches
     if rows % least:
         given = f'--batch {rows} under the plan "{plan}"'
         allowed = f"a multiple of its {plan.shares} x {plan.microbatches} microbatches"
         raise bad(given, allowed, f"--batch {least * max(1, rows // least)}")
-    own = resized(trainable.batch(rows // plan.shares, batches.SEED), sequence, trainable.name)
-    table = with_table(trainable, plan, Options(table=options.table)).table
-    return predict_with(trainable.plain(), plan, own, replace(options, table=table))
+    run = replace(run, plan=replace(plan, precision=plan.precision or "fp32"))
+    return predict_request(run, rows // plan.shares, sequence, 0, None, "cuda").prediction(0)
 
 
 def _nothing(found: "SearchResult", name: str) -> Exception:
@@ -160,13 +125,11 @@ def _nothing(found: "SearchResult", name: str) -> Exception:
     return bad(given, "more ranks, a smaller model, or shorter rows", more)
 
 
-def _show(
-    found: "SearchResult", task: SearchTask, name: str, measured: "Sequence[MeasuredPlan]"
-) -> None:
-    """Print the best plans, the measured ones, and the first as a line to paste."""
+def _show(found: "SearchResult", name: str, measured: "Sequence[MeasuredPlan]") -> "RankedPlan":
+    """Print the best plans and the measured ones; returns the fastest."""
     from shardwise.train.progress import size_text
 
-    best, console = found.ranked[0], new_console()
+    console = new_console()
     where = f"{found.ranks} ranks of {found.cluster.device.name}"
     table = Table(title=f"{name} on {where}: {found.batch} rows a step")
     for head in ("plan", "step", "MFU", "memory", "sent", "bound by"):
@@ -183,16 +146,10 @@ def _show(
         f"do not fit, {wrong} cannot run.",
         soft_wrap=True,
     )
-    if measured:
-        console.print(measured_table(measured))
-        best = next(each for each in found.ranked if each.plan == measured[0].plan)
-    rows = f"--batch {best.rows * best.plan.microbatches}"
-    rows += f" --cluster {shlex.quote(task.cluster)}"
-    rows += "" if task.sequence is None else f" --sequence {task.sequence}"
-    line = f'shardwise predict "{best.plan}" --model {task.model or "gpt"} {rows}'
-    if task.config is not None:
-        line = f'shardwise train {task.config} --plan "{best.plan}"'
-    console.print(f"The best: {line}", soft_wrap=True)
+    if not measured:
+        return found.ranked[0]
+    console.print(measured_table(measured))
+    return next(each for each in found.ranked if each.plan == measured[0].plan)
 
 
 WARM: Final = 3  # steps before the timed ones

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from shardwise.checkpoint.folder import require_snapshots
 from shardwise.checkpoint.lock import RUN_LOCK, locked
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
@@ -80,12 +81,8 @@ def checked_plan(config: Config, ranks: int) -> Plan:
     plan = Plan.parse(config.plan.text)
     require(plan, ranks)
     plan = plan.completed(ranks)
-    if config.train.async_save and plan.states.moves().offload == "disk":
-        raise bad(
-            f"train.async_save = true under the plan '{plan}', whose states are on a disk",
-            "states in device or host memory, since a snapshot is a copy of them in host memory",
-            "train.async_save = false",
-        )
+    if config.train.async_save:
+        require_snapshots(plan)
     least = plan.microbatches * plan.shares
     if least > config.train.batch:
         what = "each rank" if plan.pipeline is None else "each data rank"

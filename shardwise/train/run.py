@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.checkpoint.engines import fill, planned_save
-from shardwise.checkpoint.folder import MANIFEST, damaged, find, prune, step_of
+from shardwise.checkpoint.folder import find, prune, step_of
 from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint
 from shardwise.checkpoint.pending import FAILED_S, PendingCheckpoint
 from shardwise.checkpoint.save import PlannedSave
@@ -191,16 +191,13 @@ def load_run(prepared: PreparedRun, engine: Engine) -> Position:
         """Raise InputError unless a run on the same data saved it, or it has weights alone."""
         if IMPORTED in opened.scalars:
             return
-        missing = [name for name in ("step", "consumed", "data") if name not in opened.scalars]
-        if missing:
+        consumed, data = opened.scalars.get("consumed"), opened.scalars.get("data")
+        if not is_count(consumed) or not isinstance(data, dict):
             raise bad(
-                f"a checkpoint in '{folder}' without {', '.join(missing)}",
-                "a checkpoint saved by shardwise train, with its position in the data",
+                f"a checkpoint in '{folder}' without a position in the data",
+                "a checkpoint saved by shardwise train, which has one",
                 "--overwrite for a new run",
             )
-        consumed, data = opened.scalars["consumed"], opened.scalars["data"]
-        if not is_count(consumed) or not isinstance(data, dict):
-            raise damaged(opened.path / MANIFEST, "its position in the data is not one of a run")
         _check_data(data, prepared.data_mark)
 
     folder = on_rank_zero(lambda: find(checkpoints_of(prepared.config)), engine.world)

@@ -70,10 +70,8 @@ def check(config: Config, resume: bool, overwrite: bool) -> None:
             setting("run.folder", folder / "run"),
         )
     if resume and not saved:
-        if damaged := unreadable_checkpoints(config):
-            raise _incomplete(folder / CHECKPOINTS, damaged)
         raise bad(
-            f"--resume with run.folder = '{folder}', where no checkpoint is",
+            f"--resume with run.folder = '{folder}', where no checkpoint is{_lacking(config)}",
             "the folder of a run that has saved a checkpoint",
             "--overwrite to start that run again" if run else "the same without --resume",
         )
@@ -194,15 +192,11 @@ def _entries(config: Config) -> list[str]:
     return [name for name in names if name not in kept and not name.startswith(PASSING)]
 
 
-def _incomplete(checkpoints: Path, damaged: list[Path]) -> InputError:
-    newest = damaged[-1]
-    lacks = [name for name in (METADATA, MANIFEST) if not (newest / name).is_file()]
-    what = f"{newest.name} lacks {' and '.join(lacks)}" if newest.is_dir() else "no checkpoint"
-    return bad(
-        f"--resume with '{checkpoints}', where no checkpoint is complete ({what})",
-        "the folder of a run with a complete checkpoint; --resume auto does not replace this run",
-        "the missing files from a copy, or --overwrite to start that run again",
-    )
+def _lacking(config: Config) -> str:
+    """What the newest checkpoint lacks, if none is complete; "" without any."""
+    newest = [path for path in unreadable_checkpoints(config) if path.is_dir()][-1:]
+    lacks = [name for at in newest for name in (METADATA, MANIFEST) if not (at / name).is_file()]
+    return f" complete ({newest[0].name} lacks {' and '.join(lacks)})" if lacks else ""
 
 
 def _keep_tokenizer(config: Config, vocabulary: TokenizerVocabulary) -> None:

@@ -25,22 +25,17 @@ from shardwise.core.tools.arguments import choice, integer, short_repr
 from shardwise.derive.table import table_or_derived
 from shardwise.engine.batch import split
 from shardwise.engine.checks.device_room import require_chosen, require_room
-from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import Predictor
 from shardwise.models import user
 from shardwise.models.registry import find
 from shardwise.models.trainable import Loss, Trainable
 from shardwise.models.user import place_of
 from shardwise.prediction.prediction import Prediction
-from shardwise.techniques.data.wrap_policy import choose
 from shardwise.techniques.expert.apply import experts_in
-from shardwise.techniques.pipeline import stage_module, weight_stashing
-from shardwise.techniques.recompute import apply as recomputation
-from shardwise.techniques.tensor import apply as tensor_parallel
+from shardwise.verify import parity
 from shardwise.verify.finding import Finding, pooled
 from shardwise.verify.inputs import Options, batch_norm_note, dropout_note, without_dropout
 from shardwise.verify.oracles.batches import ROWS, ROWS_16, SEED
-from shardwise.verify.parity import BUILDING, alone_of, build_options, clip_of, engine_of, prove
 from shardwise.verify.report import Report, may_be_chance, report
 
 MOST_STEPS = 1000
@@ -89,7 +84,7 @@ def verify(
     def proved(batches: int) -> list[Finding]:
         own = replace(options, batches=batches)
         if world is not None:
-            return all_gather_object(prove(world, plan, model, steps, own), world)
+            return all_gather_object(parity.prove(world, plan, model, steps, own), world)
         return _on_new_ranks((plan, model, steps, own, device or "cpu"), note, fork=fork)
 
     findings, name = proved(0), model if isinstance(model, str) else model.name
@@ -134,7 +129,7 @@ def _on_rank(
     plan: Plan, model: str | Trainable, steps: int, options: Options, device: str
 ) -> Finding:
     world = init(device)
-    found = prove(world, plan, model, steps, options)
+    found = parity.prove(world, plan, model, steps, options)
     world.barrier()
     return found
 
@@ -192,14 +187,13 @@ TENSORS = 4  # of the size of a parameter, on one process: it, its gradient, two
 def smoke_test(
     model: str | Trainable, plan: Plan, options: Options | None = None
 ) -> tuple[nn.Module, Options]:
-    """Train `model` for one step in the plan's precision; returns it, and the options to prove."""
+    """Train `model` for one step in the plan's precision, and build the first rank's engine without
+    memory; returns the model, and the options to prove.
+    """
     found, options = _trained(model, plan), with_table(model, plan, options or Options())
-    choose(found, options.units)
-    tensor_parallel.table_for(found, plan, options.table)
-    starts = stage_module.stage_starts(found, plan, None, stage_module.calls_under(plan, found))
-    kinds = recomputation.recomputed_modules(found, plan, options.units, starts)
-    recomputation.on_host(found, plan, options.units, kinds, starts)
-    weight_stashing.require(found, plan, starts, EngineOptions())
+    trainable = without_dropout(find(model))
+    dry = parity.dry_twin(trainable, plan, 0, options=options)
+    dry.within(trainable.batch(ROWS, SEED), lambda _: None)  # raises InputError, as a rank does
     return found, options
 
 
@@ -226,11 +220,12 @@ def _trained(model: str | Trainable, plan: Plan) -> nn.Module:
         return trainable.build()
     plain, precision = Plan(precision=plan.precision), plan.precision
     try:
-        engine = engine_of(trainable, plain, alone())
+        engine = parity.engine_of(trainable, plain, alone())
         engine.step(trainable.batch(ROWS, SEED))
         if precision in ("bf16", "fp16"):
             precision = "fp64, with which 16 bits are compared,"
-            clip_of(alone_of(trainable, plain, engine.world.device), trainable, engine.world.device)
+            device = engine.world.device
+            parity.clip_of(parity.alone_of(trainable, plain, device), trainable, device)
     except InputError:
         raise
     except Exception as error:
@@ -269,7 +264,7 @@ def _predicted(model: str | Trainable, options: Options, plan: Plan) -> Predicti
     fewest = ROWS_16 if plan.precision in ("bf16", "fp16") else ROWS
     rows = plan.microbatches * max(ROWS, fewest // plan.microbatches)
     plain = trainable.plain()
-    chosen = build_options(trainable, plan, options, plain)
+    chosen = parity.build_options(trainable, plan, options, plain)
     return Predictor(plain, plan, chosen, ranks=plan.size).of(trainable.batch(rows, SEED))
 
 
@@ -284,7 +279,7 @@ TRIED, CLOSE = 4, 1e-5
 
 def cause(trainable: Trainable, findings: Sequence[Finding]) -> str:
     """The property of the model that no plan reproduces; "" if none is found."""
-    with BUILDING, torch.random.fork_rng(devices=[]):
+    with parity.BUILDING, torch.random.fork_rng(devices=[]):
         trial = Trial(without_dropout(trainable))
         tried = (drawn(trial), carried(trial), summed(trial))
     return next((text for text in (*tried, of_a_rank(findings)) if text), "")
@@ -306,7 +301,7 @@ class Trial:
     """The model in one process in fp64, in training mode, from the same buffers in each call."""
 
     def __init__(self, trainable: Trainable) -> None:
-        oracle = alone_of(trainable, Plan(precision="fp64"), torch.device("cpu")).exact
+        oracle = parity.alone_of(trainable, Plan(precision="fp64"), torch.device("cpu")).exact
         self.model, self.task, self.dtype = oracle.model, oracle.task, oracle.dtype
         self.batches = [trainable.batch(TRIED, SEED + 2 * k) for k in range(2)]
         self.start = {name: b.clone() for name, b in self.model.named_buffers()}

@@ -295,16 +295,17 @@ class Comparison:
         sent = sent_bytes(engine.ledger.since(before))
         at_once = replace(division, microbatches=1)
         loads = self.choices.loads(whole, engine.plan, at_once, trained=False)
-        self.costs = self.costs.of_evaluation(engine, sent, theory, self.uses, loads)
+        self.costs = self.costs.after(engine, theory, self.uses, loads, evaluated=sent)
         few = self.batch(ROWS, SEED + step, engine.world.device)
         ranks = engine.data_ranks, engine.data_rank
         nearest = self.oracles.nearest
         like = torch.zeros_like(expected_outputs(nearest, few, *ranks))
         found = engine.outputs(lambda m: returned(nearest, m, few), like)
         wanted = [expected_outputs(oracle, few, *ranks) for oracle in self.oracles.all]
-        shape = tuple(found.shape)
-        box = Box("outputs/outputs", shape, (0,) * found.dim(), shape, found)
-        outputs = [{"outputs": values} for values in wanted]
+        outputs, box = (
+            [{"outputs": values} for values in wanted],
+            Box.full("outputs/outputs", found),
+        )
         self.errors.append(compared("outputs", [box], outputs, self.oracles.unit))
 
 

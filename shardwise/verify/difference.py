@@ -122,24 +122,9 @@ def scalar(
     kind: str, name: str, found: float, oracles: Sequence[float], unit: float = 0.0
 ) -> Errors | Parts:
     """The error of one number, as in `compared`."""
-    exact, alone = oracles[0], oracles[-1]
-    if not unit:
-        noise = OF_NOISE * abs(alone - exact)
-        return Errors(kind, (name,), (ratio(abs(found - exact), max(abs(exact), noise)),))
-    return Parts(
-        kind,
-        (
-            Part(
-                name,
-                1,
-                parallel=_number((found - exact) ** 2),
-                alone=_number((alone - exact) ** 2),
-                exact=_number(exact**2),
-                along=_number((found - exact) * exact),
-                rounds=unit,
-            ),
-        ),
-    )
+    of_found, *of_oracles = (torch.tensor(x, dtype=torch.float64) for x in (found, *oracles))
+    wholes = [{name: number} for number in of_oracles]
+    return compared(kind, [Box.full(f"number/{name}", of_found)], wholes, unit)
 
 
 def ratio(difference: float, scale: float) -> float:

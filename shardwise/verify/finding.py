@@ -51,31 +51,14 @@ class Costs:
         uses: Uses | None = None,
         loads: Sequence[Loads] = (),
         note: str = "",
+        evaluated: Lines | None = None,
     ) -> "Costs":
         """With the last step of `engine`, whose dry run sends `theory`. `uses`: of the weights in
         the model's forward; `loads`: of its experts in each microbatch; `note`: of the dry run.
+        With what an evaluation sent: these costs if that is predicted, else the evaluation's.
         """
-        found = self._compared(engine, sent_bytes(engine.last), theory, uses, loads, trains=True)
-        notes = note, LOADS if engine.plan.ep > 1 else ""
-        return replace(found, notes=tuple(filter(None, notes))) if self.hold else self
-
-    def of_evaluation(
-        self, engine: Engine, sent: Lines, theory: Lines, uses: Uses | None, loads: Sequence[Loads]
-    ) -> "Costs":
-        """These costs if an evaluation `sent` what is predicted, else the evaluation's."""
-        found = self._compared(engine, sent, theory, uses, loads, trains=False)
-        return found if self.hold and not found.hold else self
-
-    def _compared(
-        self,
-        engine: Engine,
-        counted: Lines,
-        theory: Lines,
-        uses: Uses | None,
-        loads: Sequence[Loads],
-        *,
-        trains: bool,
-    ) -> "Costs":
+        trains = evaluated is None
+        counted = sent_bytes(engine.last) if evaluated is None else evaluated
         exact = {line: n for line, n in theory.items() if not _depends(engine, line)}
         read = {line: n for line, n in counted.items() if not _depends(engine, line)}
         kinds = [by_kind(exact), by_kind(read)]
@@ -87,7 +70,11 @@ class Costs:
             broken = textbook.broken_bytes(engine, counted, uses, trains=trains)
             for name, (found, promised) in broken.items():
                 hold, kinds[0][name], kinds[1][name] = False, promised, found
-        return replace(self, theory=kinds[0], counted=kinds[1], hold=hold)
+        if not self.hold or (hold and not trains):
+            return self
+        told = tuple(filter(None, (note, LOADS if engine.plan.ep > 1 else "")))
+        notes = told if trains else self.notes
+        return replace(self, theory=kinds[0], counted=kinds[1], hold=hold, notes=notes)
 
 
 def _depends(engine: Engine, line: Key) -> bool:
