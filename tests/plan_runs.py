@@ -177,7 +177,7 @@ def trained(engine: Engine, dry: DryTwin, proof: Proof, expected: Expected) -> T
     theory = dry.evaluate(batch, counts, beside=engine)
     found.evaluated = engine.evaluate(batch)
     sent = sent_bytes(engine.ledger.since(before))
-    found.costs = found.costs.of_evaluation(engine, sent, theory, uses, expected.loads[STEPS])
+    found.costs = found.costs.after(engine, theory, uses, expected.loads[STEPS], evaluated=sent)
     return found
 
 
