@@ -159,7 +159,7 @@ class Engine:
         """
         self.world.require_open()
         self.world.background.report()
-        validate.recording()
+        validate.recording(self.data.in_loss)
         self.data.structure.require_unchanged()
         validate.as_followed(self.plan, self.model, None, self.world.rank)
         self.consensus.same.begin(self.steps + 1, *self.optimizer.compared())
@@ -361,6 +361,7 @@ class Engine:
         Called by all ranks; the step after it computes with the parameters of all updates. To
         evaluate and to save a checkpoint does so.
         """
+        validate.outside_of_loss(self.data.in_loss)
         step_end.report(self)
         self.data.units.take_assigned()
         if self.optimizer.running:

@@ -150,6 +150,7 @@ class DryRun:
         self.loss, self.inside = options.objective, 0
         self.seen: Callable[[], None] = lambda: None  # called at the end of a forward pass
         self.kernels: Kernels = options.kernels
+        self.exact = not real and not any(p.is_meta for p in model.parameters())
         self.mode = ToMeta(read=None if real else self._read)
         world = replace(world_of(rank, plan.size, _CPU, FakeLinks()), dry=True, meta=not real)
         options = replace(options, loss=self._objective, fill=None if real else lambda *_: None)
@@ -161,7 +162,8 @@ class DryRun:
 
     @contextmanager
     def running(self) -> Iterator[Engine]:
-        with torch.random.fork_rng(devices=[]), AsOn(None, _CPU, self.kernels), self.mode:
+        on_cpu = AsOn(None, _CPU, self.kernels, exact=self.exact)
+        with torch.random.fork_rng(devices=[]), on_cpu, self.mode:
             yield self.engine
 
     def _objective(self, model: nn.Module, batch: Any) -> Tensor:
@@ -382,7 +384,7 @@ class DryRuns:
                 "the model built on the CPU",
             ) from error
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        return f"the step depends on values of the batch (on meta: {why})"
+        return f"the step was run on the CPU with its batch (on meta: {why})"
 
 
 def with_few_microbatches(plan: Plan, rank: int) -> Plan:

@@ -102,18 +102,32 @@ class ToMeta(TorchDispatchMode):
 
 
 _DEVICE: Final[Any] = Tensor.device.__get__
-_SEEN: Final = {_DEVICE, functional.scaled_dot_product_attention, *work.ON_CUDA}
+_RECURRENT: Final = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+_SEEN: Final = {
+    _DEVICE,
+    functional.scaled_dot_product_attention,
+    *_RECURRENT,
+    *work.ON_CUDA,
+}
 
 
 class AsOn(TorchFunctionMode):
     """Makes meta tensors report another device, and save what its kernels save (work.py).
     So tensors that a model computes only from sizes (positions, masks) have values that it may
-    read, and attention saves no scores.
+    read, and attention saves no scores.  With `exact`, a function that keeps what its kernel
+    decides (the LSTM of the CPU) raises NotImplementedError.
     """
 
-    def __init__(self, record: PassRecorder | None, device: torch.device, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        record: PassRecorder | None,
+        device: torch.device,
+        kernels: Kernels,
+        *,
+        exact: bool = False,
+    ) -> None:
         super().__init__()
-        self.record, self.device = record, device
+        self.record, self.device, self.exact = record, device, exact
         self.kernels: Kernels = kernels
 
     def __torch_function__(
@@ -124,6 +138,8 @@ class AsOn(TorchFunctionMode):
             return func(*args, **kwargs)
         if func == _DEVICE:
             return self.device
+        if func in _RECURRENT:
+            return self._recurrent(func, args)
         if func is not functional.scaled_dot_product_attention:
             found = work.fused_on(self.kernels, func, args, kwargs)
             return func(*args, **kwargs) if found is None else found
@@ -142,6 +158,15 @@ class AsOn(TorchFunctionMode):
             given = [*inputs, *([] if mask is None else [mask])]
             self.record.attention(given, out)
         return out
+
+    def _recurrent(self, func: Any, args: Any) -> Any:
+        """Torch compares the devices of input and states before it dispatches."""
+        if not args[0].is_meta:
+            return func(*args)
+        if self.exact and func is torch.lstm:
+            raise NotImplementedError("what torch.lstm keeps is decided by its kernel")
+        with torch._C.DisableTorchFunction():
+            return func(*_all_moved(args))
 
 
 @contextmanager

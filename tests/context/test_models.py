@@ -301,6 +301,10 @@ MODELS: list[tuple[Callable[[], nn.Module], str, Any, Any, str]] = [
         partial(pretrained, "mistral", sliding_window=4),
         *("cp2", batch(), own_loss, "a window of 4 positions"),
     ),
+    (
+        partial(pretrained, "opt", ffn_dim=48, word_embed_proj_dim=WIDTH),
+        *("cp2", batch("right"), own_loss, "fails in transformers.models.opt"),
+    ),
 ]
 
 

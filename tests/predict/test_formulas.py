@@ -253,11 +253,25 @@ class Choosing(nn.Module):
         return self.second(x) if x.sum() > 0 else x
 
 
+class Recurrent(nn.Module):
+    """An LSTM, whose weights have weak references, and which compares devices by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.LSTM(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x)[:, None])[0][:, 0]
+
+
 def test_what_depends_on_values_is_said():
     """A model that reads values is run on the batch itself, and the prediction has a note."""
     options: dict[str, Any] = {"loss": lambda model, x: model(x).square().mean()}
-    found = predict(Choosing(), "dp2 zero3", torch.ones(2, 4), **options)
-    assert len(found.notes) == 1 and "depends on values" in found.notes[0]
+    for model, why in ((Choosing(), "item()"), (Recurrent(), "torch.lstm")):
+        (note,) = predict(model, "dp2 zero3", torch.ones(2, 4), **options).notes
+        assert "run on the CPU with its batch" in note and why in note, note
+    assert predict(Recurrent(), "pp2 1f1b:2", torch.ones(2, 4), **options).bytes
+    assert not predict(Recurrent().to("meta"), "dp2 zero3", torch.ones(2, 4), **options).notes
     with pytest.raises(InputError, match="on the meta device whose forward reads values"):
         predict(Choosing().to("meta"), "dp2 zero3", torch.ones(2, 4), **options)
     with pytest.raises(InputError, match=r"rank=1\. Allowed: a whole number from 0 to 0"):

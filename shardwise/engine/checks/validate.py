@@ -122,7 +122,15 @@ def trainable(model: nn.Module) -> None:
         )
 
 
-def recording() -> None:
+def outside_of_loss(in_loss: bool) -> None:
+    if in_loss:
+        allowed = "a loss function that computes with the model that it is given"
+        instead = "engine.step, engine.evaluate and sw.save after the step, in the training loop"
+        raise bad("a method of the engine that its own loss function calls", allowed, instead)
+
+
+def recording(in_loss: bool) -> None:
+    outside_of_loss(in_loss)
     if not torch.is_grad_enabled():
         allowed = "a step where autograd records"
         instead = "engine.step(batch) outside of the block, or engine.evaluate(batch) in it"

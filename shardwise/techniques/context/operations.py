@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
+from traceback import walk_tb
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -89,6 +90,20 @@ class OwnPositions(TorchFunctionMode):
         if why := self._along(func, args, kwargs):
             raise self._reaches(why)
         return func(*args, **kwargs)
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)
+        error, padded = raised[1], self.of is not None and self.of.marker is not None
+        frames = [frame for frame, _ in walk_tb(raised[2])] if padded else []
+        where = frames[-1].f_globals["__name__"] if frames else ""
+        if isinstance(error, Exception) and where.startswith("transformers.models"):
+            raise bad(
+                f"a model that fails in {where} ({type(error).__name__}: {error}) under cp, which "
+                "keeps its attention_mask aside for the attention of all ranks",
+                "a model that computes nothing else of the mask; position_ids that are in the "
+                "batch",
+                "rows that are padded on the right, with labels of -100 and without the mask",
+            ) from error
 
     def _reaches(self, what: str) -> InputError:
         return bad(
