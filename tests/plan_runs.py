@@ -24,7 +24,7 @@ from shardwise.engine.state.box import Box
 from shardwise.engine.step_end import Metrics
 from shardwise.observe.dry_engine import ALONE, dry_step
 from shardwise.observe.dry_twin import DryTwin
-from shardwise.observe.meter import Leak, Meter
+from shardwise.observe.meter import Live, Meter, Stray
 from shardwise.observe.work import kernels_of
 from shardwise.verify.difference import (
     KINDS,
@@ -114,7 +114,7 @@ class Trained:
     costs: Costs = field(default_factory=Costs)
     measured: dict[str, int] = field(default_factory=dict)
     predicted: dict[str, int] = field(default_factory=dict)
-    leaks: list[Leak] = field(default_factory=list)
+    leaks: list[Stray] = field(default_factory=list)
     overflow: tuple[bool, float, bool] | None = None
 
 
@@ -140,14 +140,14 @@ def dry_run(proof: Proof, world: World) -> DryTwin:
 def trained(engine: Engine, dry: DryTwin, proof: Proof, expected: Expected) -> Trained:
     """The training of an engine that has run no step."""
     task, found, host = proof.task, Trained(), engine.recompute.host
-    meter = Meter(engine, peaks=host is not None)
+    meter, live = Meter(engine), Live()
     division = Division(proof.plan.shares, proof.plan.microbatches)
     with ALONE:
         uses = uses_of(task)
     for step in range(STEPS):
         batch = mine(engine, task.batch(step))
         theory = dry.step(engine, batch, division.counts(task.batch(step)))
-        with meter if step == STEPS - 1 else nullcontext():
+        with live, meter if host is not None and step == STEPS - 1 else nullcontext():
             before = engine.ledger.lines
             metrics = engine.step(batch)
         lines = engine.ledger.since(before), engine.last
@@ -167,9 +167,7 @@ def trained(engine: Engine, dry: DryTwin, proof: Proof, expected: Expected) -> T
         found.predicted |= {"fetched": told.fetched, "hosted": told.host_activations}
     engine.world.barrier()  # ranks in threads read each other's tensors until here
     gc.collect()
-    # under these, versions of weights replace others in each step, which `memory` counts
-    own = {"parameters"} if is_asynchronous(proof.plan) else set[str]()
-    found.leaks = [leak for leak in meter.leaks() if leak.place.category not in own]
+    found.leaks = live.unaccounted(engine)
     found.state = kept(engine.boxes())
     engine.wait()
     before, batch = engine.ledger.lines, mine(engine, task.batch(STEPS))

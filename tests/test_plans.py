@@ -108,7 +108,7 @@ def test_memory(run: Run):
 
 
 def test_nothing_is_left(run: Run):
-    """No storage that the third step makes outlives it."""
+    """Storages that the steps made are freed, or the engine's own."""
     assert [rank.leaks for rank in run.ranks] == [[]] * len(run.ranks)
 
 

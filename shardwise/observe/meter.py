@@ -49,20 +49,11 @@ class MeterKey(NamedTuple):
     tier: Tier = "device"
 
 
-@dataclass(frozen=True)
-class Leak:
-    """A storage that outlives its step: its bytes, the operation that made it, its place."""
-
-    stored_bytes: int
-    made_by: str
-    place: MeterKey
-
-
 class Storage:
     """A weak reference to a storage, which prevents reuse of its address."""
 
-    def __init__(self, storage: UntypedStorage, place: MeterKey, made_by: str) -> None:
-        self.weak, self.place, self.made_by = StorageWeakRef(storage), place, made_by
+    def __init__(self, storage: UntypedStorage, place: MeterKey) -> None:
+        self.weak, self.place = StorageWeakRef(storage), place
 
     def nbytes(self) -> int | None:
         storage = UntypedStorage._new_with_weak_ptr(self.weak.cdata)
@@ -76,8 +67,6 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.engine, self.peaks = engine, peaks
         self.storages: dict[int, Storage] = {}
-        self.before: set[int] = set()
-        self.bytes_before: dict[MeterKey, int] = {}
         self.peak_bytes = 0
         self.peak_places: dict[MeterKey, int] = {}
         self.host_bytes, self.host_places = 0, dict[MeterKey, int]()
@@ -85,8 +74,6 @@ class Meter(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         self._claim()
-        self.bytes_before = self.now()
-        self.before = {*self.storages}
         self.peak_bytes, self.peak_places, self.most = 0, {}, {}
         self.host_bytes, self.host_places = 0, {}
         self._look()
@@ -97,7 +84,7 @@ class Meter(TorchDispatchMode):
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():  # a mode of the model would see each look at a tensor
-            self._track_results(func, args, made)
+            self._track_results(args, made)
             if not self.peaks:
                 self._claim_gradients()
             elif func._overloadpacket.__name__ not in UNWRITTEN:
@@ -127,26 +114,16 @@ class Meter(TorchDispatchMode):
                 total[storage.place] = total.get(storage.place, 0) + nbytes
         return total
 
-    def leaks(self) -> list[Leak]:
-        """Live storages that take more bytes than when the meter was last entered.
-        They are new ones, of a category and unit.  The first step of an engine leaves its
-        optimizer's state and the memory of gradients; later steps leave nothing.
-        """
-        now, new = self.now(), [s for key, s in self.storages.items() if key not in self.before]
-        more = {place for place, n in now.items() if n > self.bytes_before.get(place, 0)}
-        alive = [(storage, storage.nbytes()) for storage in new if storage.place in more]
-        return [Leak(n, each.made_by, each.place) for each, n in alive if n is not None]
-
     # --- tracking -----------------------------------------------------------------------------
 
-    def _track_results(self, func: Any, args: Any, made: Any) -> None:
+    def _track_results(self, args: Any, made: Any) -> None:
         place = None
         for leaf in call_tensors(made):
             if leaf.layout == torch.strided:
                 known = leaf.untyped_storage()._cdata in self.storages
                 if not known and not self._elsewhere(leaf, args):
                     place = place or MeterKey(ACTIVATIONS, self._running(), self._tier(args))
-                    self._track(leaf, place, str(func))
+                    self._track(leaf, place)
 
     def _elsewhere(self, x: Tensor, args: Any) -> bool:
         """Whether `x` is an argument's memory that was made elsewhere: the batch, a message."""
@@ -171,7 +148,7 @@ class Meter(TorchDispatchMode):
         for category in (key for key in METERED if now[key] > self.most.get(key, 0)):
             self.most[category] = now[category]
 
-    def _track(self, tensor: Tensor, place: MeterKey, made_by: str) -> None:
+    def _track(self, tensor: Tensor, place: MeterKey) -> None:
         """Track a storage, unless it is in an arena, which is counted with it."""
         storage = tensor.untyped_storage()
         without_memory = storage.device.type == "meta" and not self.engine.world.meta
@@ -180,7 +157,7 @@ class Meter(TorchDispatchMode):
         tier = self.engine.world.tiers.of(tensor)
         if tier != "device":
             place = place._replace(tier=tier)
-        self.storages[storage._cdata] = Storage(storage, place, made_by)
+        self.storages[storage._cdata] = Storage(storage, place)
 
     def _tier(self, args: Any) -> Tier:
         """The tier of new results: that of the operands; a copy has one on each tier."""
@@ -197,7 +174,7 @@ class Meter(TorchDispatchMode):
         for place, tensor in self._owned() if owned is None else owned:
             tracked, tier = self.storages.get(tensor.untyped_storage()._cdata), tiers.of(tensor)
             if tracked is None:
-                self._track(tensor, place, "the engine")
+                self._track(tensor, place)
             elif tracked.place.category == ACTIVATIONS or tracked.place.tier != tier:
                 tracked.place = place._replace(tier=tier)
 
