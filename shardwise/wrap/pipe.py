@@ -39,6 +39,7 @@ from shardwise.engine.default_fill import default_fill
 from shardwise.engine.rank_zero_weights import RankZeroWeights, missing_weights
 from shardwise.observe.meta_buffers import materialise
 from shardwise.techniques.data.apply import drivers
+from shardwise.techniques.data.as_before import as_before
 from shardwise.techniques.data.buffers import normal_mode
 from shardwise.techniques.data.flat.flat_parameter import Fill
 from shardwise.techniques.pipeline import stage_module
@@ -234,7 +235,8 @@ class Piped(Wrapper):
 
         def fits(known: _TracedCall) -> bool:
             own = copied(part) if known.written else part
-            return stages.fits(known.trace, lambda model: self.call(model, own))
+            with as_before((), self.module, *stages.layers.elsewhere):
+                return stages.fits(known.trace, lambda model: self.call(model, own))
 
         return self.known.get(part, modes, lambda: self._trace(part), fits)
 
@@ -243,7 +245,8 @@ class Piped(Wrapper):
         probe = ActivationProbe(
             self.staged, lambda model: self.call(model, copied(part)), NoUnits()
         )
-        trace = stages.trace(lambda model: found.append(self.call(model, own)), probe)
+        with as_before((), self.module, *stages.layers.elsewhere):
+            trace = stages.trace(lambda model: found.append(self.call(model, own)), probe)
         out = mapped(_on_meta, found[0], Tensor, objects=True)
         _whole(_tensors(out), _rows(part))
         return _TracedCall(trace, _tensors(out), out, is_written(own))

@@ -265,7 +265,7 @@ class Ranks:
                 for number in range(size):
                     self.ranks.append(Rank(number, work, variables, quiet=quiet))
             # Its thread may hold a lock of the C library, which a fork would leave locked for ever.
-            self.store = TCPStore(
+            self.store: TCPStore | None = TCPStore(
                 "localhost",
                 port,
                 is_master=True,
@@ -275,6 +275,7 @@ class Ranks:
             self._watch(stop or StopSignal())
         finally:
             self._kill()
+            self.store = None  # its thread is not in a later fork, which would collect it
 
     def results(self) -> list[bytes] | None:
         results = [rank.outcome for rank in self.ranks if isinstance(rank.outcome, bytes)]
@@ -321,7 +322,7 @@ class Ranks:
     def _read(self) -> None:
         for rank in self.ranks:
             rank.read()
-        if (reported := reported_failure(self.store)) is not None:
+        if self.store and (reported := reported_failure(self.store)) is not None:
             self.ranks[reported[0]].fail(reported[1])
 
 

@@ -179,7 +179,9 @@ def _kind(node: Any) -> str:
         return ""
     known = list[str]()
     for name in _SAVED_NUMBERS:
-        with suppress(AttributeError, RuntimeError):  # a tensor, which the pass has freed
+        if hasattr(node, f"_raw_saved_{name}"):  # a tensor, which may be unpacked once alone
+            continue
+        with suppress(AttributeError):
             value = getattr(node, f"_saved_{name}")
             known += [f"{name}={value}"] if isinstance(value, NUMBERS) else []
     return " ".join((node.name(), *known))
@@ -305,11 +307,11 @@ def _values_in(name: str, x: Any, owner: type | None = None, seen: Iterable[int]
         return {name: x} if x.isalpha() or name.startswith(_VARIABLE) else {}
     if not isinstance(x, _FUNCTIONS):
         return numbers_in(name, x)
-    called = {} if id(x) in seen or _installed(x) else values_read(x, owner, seen)
+    called = {} if id(x) in seen or installed(x) else values_read(x, owner, seen)
     return {name: identity(x)} | {f"{key} in {name}": y for key, y in called.items()}
 
 
-def _installed(function: Any) -> bool:
+def installed(function: Any) -> bool:
     path = getattr(getattr(function, "__code__", None), "co_filename", "-packages")
     return "-packages" in path or _package(function) in ("shardwise", *sys.stdlib_module_names)
 

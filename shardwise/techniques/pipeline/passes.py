@@ -12,7 +12,7 @@ draw different dropout masks, which do not depend on the rank that has the stage
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from shardwise.engine.batch import Count, copied, enough, is_written
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.norm import LossWeights
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
+from shardwise.techniques.data.as_before import as_before
 from shardwise.techniques.data.rerun import Objective, Rerun
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Products
@@ -221,16 +222,22 @@ class Passes:
                 copies.append(copied(part))
                 losses.append(self.objective(model, part, copies[-1]))
 
-            traced = self._trace_call(staging, call)
+            with self._unseen():
+                traced = self._trace_call(staging, call)
             trains = reaches(losses[-1], stages.layers.numbers)
             return traced._replace(trains=trains, written=is_written(copies[0]))
 
         def fits(known: _Traced) -> bool:
             of = (part, copied(part)) if known.written else (part,)
-            return stages.fits(known.trace, lambda model: self.objective(model, *of))
+            with self._unseen():
+                return stages.fits(known.trace, lambda model: self.objective(model, *of))
 
         stages = staging.stages
         return self.known.get(part, stages.layers.modes, make, fits)
+
+    def _unseen(self) -> AbstractContextManager[None]:
+        elsewhere = self.staging.stages.layers.elsewhere if self.staging else ()
+        return as_before(self.data.consensus.same.doubts.functions.values(), self.model, *elsewhere)
 
     def _probe(self, staging: Staging, call: Callable[[nn.Module], Any]) -> ActivationProbe | None:
         """Answers reads of activations, where that needs no other ranks than the pipeline's."""

@@ -46,6 +46,7 @@ from shardwise.engine.state.full import full_state_dict
 from shardwise.observe.meta_buffers import materialise
 from shardwise.observe.meta_pass import meta_copy
 from shardwise.techniques.data.apply import cast_whole
+from shardwise.techniques.data.as_before import as_before
 from shardwise.techniques.data.flat.flat_parameter import Fill
 from shardwise.techniques.tensor.apply import lay_out
 from shardwise.techniques.tensor.sharded_logits import Tensors, nowhere
@@ -198,18 +199,29 @@ def _without_zeros(model: nn.Module) -> None:
         rows.addr_(*(place.sin().to(p.dtype) for place in places), alpha=_FILL)
 
 
-@torch.no_grad()
 def _loss(engine: Engine, model: nn.Module, tensors: Tensors, share: Any) -> float:
     for module in model.modules():
         recurrent = isinstance(module, nn.RNNBase) and not module.dropout
         module.training = recurrent  # as in a step
+    try:
+        with torch.no_grad():
+            return _loss_of(engine, model, tensors, share)
+    except RuntimeError as error:  # of a loss that differentiates by its inputs
+        if "does not require grad" not in str(error):
+            raise
+    return _loss_of(engine, model, tensors, share)
+
+
+def _loss_of(engine: Engine, model: nn.Module, tensors: Tensors, share: Any) -> float:
+    unseen = as_before([engine.training.loss], engine.model, seed=0)
     torch.manual_seed(0)
-    with tensors.random.during(engine.world.device):
+    with tensors.random.during(engine.world.device), unseen:
         tensors.begin(None, (), trains=True)
-        with in_place_of(engine.model, model), kept_values(share):
-            loss = engine.training.loss(model, share)
-        tensors.end(trains=True)
-    return float(loss)
+        try:
+            with in_place_of(engine.model, model), kept_values(share):
+                return float(engine.training.loss(model, share).detach())
+        finally:
+            tensors.end(trains=True)
 
 
 def _require(

@@ -1,0 +1,162 @@
+"""Puts back what a call that the program did not ask for leaves in it: a trace, or a comparison.
+
+random numbers    of Python and NumPy, and of generators that functions hold; torch's are kept
+by unchanged.py
+variables         that functions close over, or read from their modules and classes
+what they hold    lists, dicts, sets, tensors, and attributes of the program's objects, also one
+in the other; a cache of functools is cleared
+"""
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from functools import partial
+from types import FunctionType, ModuleType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.techniques.data.doubts import installed, layers_of, read_by
+
+#: Of a list, dict or tensor that is looked into.
+_MOST_ITEMS: Final = 4096
+_MOST_ELEMENTS: Final = 2**22
+_CONTAINERS: Final = list | dict | set | deque
+
+
+@contextmanager
+def as_before(
+    functions: Iterable[Any], *models: nn.Module, seed: int | None = None
+) -> Iterator[None]:
+    """At the end, what `functions` and the forwards of `models` hold is as it is now. Attributes of
+    models are not among it: such calls are on copies of them.  Inside, Python and NumPy draw from
+    `seed` on.
+    """
+    with ExitStack() as stack:
+        modules = [module for model in models for module in model.modules()]
+        held = _Held(stack, {*map(id, modules)})
+        held.note(random)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            stack.callback(numpy.random.set_state, numpy.random.get_state())
+        for function in functions:
+            held.note(function)
+        for kind in {*map(type, modules)}:
+            held.note(kind.forward, kind)
+        if seed is not None:
+            random.seed(seed)
+            if numpy is not None:
+                numpy.random.seed(seed)
+        yield
+
+
+class _Held:
+    """Notes on `stack` how each object that is found is put back; `seen` are not looked into."""
+
+    def __init__(self, stack: ExitStack, seen: set[int]) -> None:
+        self.stack, self.seen = stack, seen
+        self.kept = list[Any]()  # so that no other object gets the id of one that was seen
+
+    def note(self, x: Any, owner: type | None = None) -> None:
+        if id(x) in self.seen:
+            return
+        self.seen.add(id(x))
+        self.kept.append(x)
+        if callable(clear := getattr(x, "cache_clear", None)):
+            self.stack.callback(clear)
+        if isinstance(x, torch.Generator):
+            self.stack.callback(x.set_state, x.get_state())
+        elif isinstance(x, random.Random) or x is random:
+            self.stack.callback(x.setstate, x.getstate())
+        elif isinstance(x, ModuleType):
+            return
+        elif hasattr(x, "bit_generator"):
+            self.stack.callback(setattr, x.bit_generator, "state", x.bit_generator.state)
+        elif isinstance(x, Tensor):
+            self._tensor(x)
+        elif isinstance(x, _CONTAINERS):
+            self._container(x)
+        elif callable(x) and not isinstance(x, type | nn.Module):
+            for each in layers_of(x):
+                self._function(each, owner)
+        elif not (isinstance(x, type) or _foreign(type(x))):
+            self._attributes(x)
+
+    def _tensor(self, x: Tensor) -> None:
+        if not isinstance(x, nn.Parameter) and not x.is_meta and x.numel() <= _MOST_ELEMENTS:
+            self.stack.callback(_written, x, x._version, x.detach().clone())
+
+    def _container(self, x: Any) -> None:
+        if len(x) <= _MOST_ITEMS:
+            self.stack.callback(_refilled, x, copy(x))
+            for each in [*(x.values() if isinstance(x, dict) else x)]:
+                self.note(each)
+
+    def _function(self, x: Any, owner: type | None) -> None:
+        held = getattr(x, "__self__", None), getattr(x, "args", ()), getattr(x, "keywords", {})
+        self.note([held[0], *held[1], *held[2].values()])
+        if not hasattr(x, "__code__") and not _foreign(type(x)):
+            self._attributes(x)
+            x, owner = type(x).__call__, type(x)
+        if isinstance(x, FunctionType) and not installed(x):
+            for cell in x.__closure__ or ():
+                self._variable(partial(getattr, cell, "cell_contents"), cell, "cell_contents")
+            for path, value in read_by(x, owner).items():
+                of, _, name = path.rpartition(".")
+                if not of and x.__globals__.get(name, cell := object()) is not cell:
+                    self.stack.callback(x.__globals__.__setitem__, name, value)
+                self.note(value)
+        for name, value in [*vars(owner).items()] if owner else ():
+            if not (callable(value) or hasattr(value, "__get__") or name.startswith("__")):
+                self.stack.callback(setattr, owner, name, value)
+                self.note(value)
+
+    def _variable(self, get: Callable[[], Any], of: Any, name: str) -> None:
+        try:
+            value = get()
+        except ValueError:  # it has none yet
+            return
+        self.stack.callback(setattr, of, name, value)
+        self.note(value)
+
+    def _attributes(self, x: Any) -> None:
+        """Those of an object of the program; of a module those that the program gave it."""
+        modules = [*x.modules()] if isinstance(x, nn.Module) else []
+        self.seen |= {id(module) for module in modules}
+        tables = [table for m in modules for table in (vars(m), m._buffers)]
+        for table in tables or [getattr(x, "__dict__", {})]:
+            mine = {name: value for name, value in table.items() if _given(name)}
+            self.stack.callback(_renamed, table, mine)
+            for value in mine.values():
+                self.note(value)
+
+
+def _written(x: Tensor, version: int, before: Tensor) -> None:
+    if x._version != version:
+        x.data.copy_(before)
+
+
+def _given(name: str) -> bool:
+    return not name.startswith("_") and name != "training"
+
+
+def _renamed(table: dict[str, Any], before: dict[str, Any]) -> None:
+    for name in [name for name in table if _given(name) and name not in before]:
+        del table[name]
+    table.update(before)
+
+
+def _foreign(kind: type) -> bool:
+    """Whether a class is of Python, of a library, or ours."""
+    module = sys.modules.get(kind.__module__)
+    package = kind.__module__.partition(".")[0]
+    path = getattr(module, "__file__", None) or ""
+    return "-packages" in path or package in ("shardwise", *sys.stdlib_module_names)
+
+
+def _refilled(x: Any, before: Any) -> None:
+    x.clear()
+    x.update(before) if isinstance(x, dict | set) else x.extend(before)
