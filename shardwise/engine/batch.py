@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
@@ -131,7 +132,8 @@ def on_device(batch: Any, device: torch.device, *, dry: bool = False) -> Any:
 
 def split(batch: Any, parts: int, word: str = "", count: Count | None = None) -> list[Any]:
     """Split `batch` along its rows into `parts` microbatches; the first ones are larger if uneven.
-    Rows are dim 0 of all tensors, or the entries of lists if `count` counts those.  With fewer rows
+    Rows are dim 0 of all tensors, or the entries of lists if `count` counts those; arrays and lists
+    of texts with an entry for each row are split too.  With fewer rows
     than microbatches the last ones are empty.  0-d tensors and other values go to every part.
     `word` is the plan word that asked for the split.  Raises InputError for tensors or lists with
     different numbers of rows, or none with rows.
@@ -142,9 +144,15 @@ def split(batch: Any, parts: int, word: str = "", count: Count | None = None) ->
     found: list[int] = []
     _over_rows(lambda x: found.append(len(x)) or x, batch, samples)
     asked = found[0] if found and count is None else count(batch) if count is not None else 0
+    if count is None and (number := _rowlike_numbers(batch, asked)):
+        given = f"a batch with a list of {asked} numbers at batch{number}, beside {asked} rows"
+        allowed = "tensors, arrays and lists of texts with an entry for each row, to split them"
+        instead = f"torch.tensor(batch{number}), or a tuple if they are not of rows"
+        raise bad(f"{given} under {word or f'accumulate:{parts}'}", allowed, instead)
     if not found or set(found) != {asked} or (count is None and _is_of_samples(batch)):
         raise _not_cut(batch, word or f"accumulate:{parts}", found)
-    return [_over_rows(partial(_part, k=k, parts=parts), batch, samples) for k in range(parts)]
+    own = [partial(_part, k=k, parts=parts) for k in range(parts)]
+    return [_over_rows(part, batch, samples, asked) for part in own]
 
 
 def few_rows(batch: Any, count: Count | None, microbatches: int) -> int:
@@ -157,7 +165,9 @@ def _part(x: Any, *, k: int, parts: int) -> Any:
     if isinstance(x, Tensor):
         return x.tensor_split(parts)[k]
     own = torch.arange(len(x), dtype=torch.int64, device="cpu").tensor_split(parts)[k].tolist()
-    return [x[place] for place in own] or NoSamples(x[0])
+    if isinstance(x, np.ndarray):
+        return x[own]
+    return type(x)(x[place] for place in own) or NoSamples(x[0])
 
 
 def _samples(batch: Any, count: Count) -> int | None:
@@ -172,14 +182,18 @@ def _samples(batch: Any, count: Count) -> int | None:
         return None
 
 
-def _over_rows(change: Change, batch: Any, samples: int | None) -> Any:
-    """Apply `change` to tensors with rows, and to each list of so many samples."""
-    kinds = Tensor, list, tuple
+def _over_rows(change: Change, batch: Any, samples: int | None, count: int = 0) -> Any:
+    """Apply `change` to tensors with rows, to each list of so many samples, and to arrays and lists
+    of `count` texts, as default_collate makes them.
+    """
+    kinds = Tensor, list, tuple, np.ndarray
 
     def each(x: Any) -> Any:
         """A tensor, or a list or tuple: as a whole if it has samples, else entry by entry."""
         if isinstance(x, Tensor):
             return change(x) if x.dim() else x
+        if isinstance(x, np.ndarray) or (x and all(isinstance(y, str) for y in x)):
+            return change(x) if count and x.__len__() == count else x
         named = hasattr(x, "_fields")
         if len(x) == samples and not named:
             return change(x)
@@ -187,6 +201,12 @@ def _over_rows(change: Change, batch: Any, samples: int | None) -> Any:
         return type(x)(*new) if named else type(x)(new)
 
     return mapped(each, batch, kinds, objects=True)
+
+
+def _rowlike_numbers(batch: Any, count: int) -> str:
+    """The path of a list of as many numbers as there are rows, or ""."""
+    lists = [(path, x) for path, x in paths(batch, list) if len(x) == count]
+    return next((path for path, x in lists if all(type(y) in (int, float) for y in x)), "")
 
 
 def _not_cut(batch: Any, word: str, found: list[int]) -> InputError:
