@@ -7,6 +7,7 @@ from itertools import chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -86,7 +87,10 @@ def test_a_batch_is_split_into_parts_that_differ_by_a_row_at_most():
     rows than parts leave the last ones empty; tensors that disagree on rows are named.
     """
     batch = {"a": torch.arange(5), "b": [torch.ones(5, 2), torch.tensor(7.0)], "c": "text"}
+    batch |= {"texts": list("abcde"), "array": np.arange(5)}
     parts = split(batch, 3)
+    assert [part["texts"] for part in parts] == [["a", "b"], ["c", "d"], ["e"]]
+    assert [part["array"].tolist() for part in parts] == [[0, 1], [2, 3], [4]]
     assert [rows(part) for part in parts] == [2, 2, 1]
     assert torch.equal(torch.cat([part["a"] for part in parts]), batch["a"])
     assert [part["b"][1].item() for part in parts] == [7.0] * 3
@@ -95,6 +99,8 @@ def test_a_batch_is_split_into_parts_that_differ_by_a_row_at_most():
     said = r"batch\['a'\] of shape \[2\], batch\['b'\] of shape \[3\] under accumulate:2"
     with pytest.raises(InputError, match=said):
         split({"a": torch.ones(2), "b": torch.ones(3)}, 2)
+    with pytest.raises(InputError, match=r"a list of 5 numbers at batch\['n'\], beside 5 rows"):
+        split(batch | {"n": [1, 2, 3, 4, 5]}, 2)
 
 
 def test_a_stand_in_has_the_shape_of_what_it_stands_for():

@@ -67,22 +67,16 @@ class _Held:
         self.kept.append(x)
         if callable(clear := getattr(x, "cache_clear", None)):
             self.stack.callback(clear)
-        if isinstance(x, torch.Generator):
-            self.stack.callback(x.set_state, x.get_state())
-        elif isinstance(x, random.Random) or x is random:
-            self.stack.callback(x.setstate, x.getstate())
-        elif isinstance(x, ModuleType):
-            return
-        elif hasattr(x, "bit_generator"):
-            self.stack.callback(setattr, x.bit_generator, "state", x.bit_generator.state)
+        if (generator := _generator(x)) is not None:
+            self.stack.callback(*generator)
         elif isinstance(x, Tensor):
             self._tensor(x)
-        elif isinstance(x, _CONTAINERS):
+        elif isinstance(x, tuple | _CONTAINERS):
             self._container(x)
         elif callable(x) and not isinstance(x, type | nn.Module):
             for each in layers_of(x):
                 self._function(each, owner)
-        elif not (isinstance(x, type) or _foreign(type(x))):
+        elif not (isinstance(x, type | ModuleType) or _foreign(type(x))):
             self._attributes(x)
 
     def _tensor(self, x: Tensor) -> None:
@@ -91,7 +85,8 @@ class _Held:
 
     def _container(self, x: Any) -> None:
         if len(x) <= _MOST_ITEMS:
-            self.stack.callback(_refilled, x, copy(x))
+            if not isinstance(x, tuple):
+                self.stack.callback(_refilled, x, copy(x))
             for each in [*(x.values() if isinstance(x, dict) else x)]:
                 self.note(each)
 
@@ -137,6 +132,17 @@ class _Held:
 def _written(x: Tensor, version: int, before: Tensor) -> None:
     if x._version != version:
         x.data.copy_(before)
+
+
+def _generator(x: Any) -> tuple[Any, ...] | None:
+    """A call that sets a generator of random numbers to its state now; None for other objects."""
+    if isinstance(x, torch.Generator):
+        return x.set_state, x.get_state()
+    if isinstance(x, random.Random) or x is random:
+        return x.setstate, x.getstate()
+    if hasattr(x, "bit_generator") and not isinstance(x, ModuleType):  # NumPy's
+        return setattr, x.bit_generator, "state", x.bit_generator.state
+    return None
 
 
 def _given(name: str) -> bool:
