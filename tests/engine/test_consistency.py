@@ -400,6 +400,22 @@ def reads_of_its_own(world: World) -> None:
         consistency.require_same(world, {"loss": loss})
 
 
+def test_parameters_of_a_loss_alone_are_named(recwarn: pytest.WarningsRecorder):
+    """Those that get a gradient, which no step of the engine sums or updates; no teacher's."""
+    criterion, teacher = nn.Linear(4, 1), nn.Linear(4, 4)
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            told = teacher(x)
+        return criterion(model(x) - told).square().mean()
+
+    engine = sw.parallelize(nn.Linear(4, 4), "", loss=loss, optimizer=sw.SGD(lr=0.1))
+    for _ in range(2):
+        engine.step(torch.ones(2, 4))
+    (said,) = [str(each.message) for each in recwarn if "The loss computes" in str(each.message)]
+    assert "gradients of criterion.weight, criterion.bias, which the model" in said
+
+
 def test_what_functions_read_is_compared():
     """Of tensors, and of modules that are not trained, the bits: ranks are warned."""
     run_gloo(2, reads_of_its_own)

@@ -154,7 +154,9 @@ def _numbers_of(function: Any) -> Options:
     """What a function or the forwards of a model read, and the bits of tensors."""
     if isinstance(function, nn.Module):
         return reads({}, function.modules())
-    tensors = ((n, x) for n, x in _with_weights(read_by(function).items()) if has_bits(x))
+    read = _with_weights(read_by(function).items())
+    plain = ((n, x.detach() if isinstance(x, nn.Parameter) else x) for n, x in read)
+    tensors = ((n, x) for n, x in plain if has_bits(x))
     return values_read(function) | {n: int(bits_sum(x)) for n, x in tensors if "rank" not in n}
 
 
@@ -163,7 +165,7 @@ def _with_weights(read: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     for name, x in read:
         yield name, x
         if isinstance(x, nn.Module) and all(type(m._parameters) is dict for m in x.modules()):
-            yield from ((f"{name}.{key}", p.detach()) for key, p in x.named_parameters())
+            yield from ((f"{name}.{key}", p) for key, p in x.named_parameters())
 
 
 def _excerpts(*texts: str) -> list[str]:
@@ -216,12 +218,33 @@ class ConsistencyCheck:
         """`arriving`, after the comparison that this step makes once all gradients are reduced.
         Raises InputError if the loss or a gradient differs between ranks.
         """
+        if not self.checked:
+            self._warn_of_others()
         if not self.compares:
             return arriving
         arrived = list(arriving)
         with self.axis.ledger.phase("check"):
             self._require(loss, flats)
         return iter(arrived)
+
+    def _warn_of_others(self) -> None:
+        """Warn of parameters that the loss holds and trains, and the engine does not have."""
+        own = {id(p) for _, p in self.same.doubts.params}
+        layers = layers_of(self.same.doubts.functions.get("loss"))
+        read = chain.from_iterable(read_by(layer).items() for layer in layers)
+        others = [
+            name
+            for name, p in _with_weights(read)
+            if isinstance(p, nn.Parameter) and p.grad is not None and id(p) not in own
+        ]
+        if others:
+            warnings.warn(
+                f"The loss computes gradients of {', '.join(others[:4])}, which the model does not "
+                "have: the engine neither sums nor updates them, and each rank has those of its "
+                "own rows. Make them a part of the model (a module with the model and the "
+                "criterion), or wrap what holds them in sw.DDP and give it an optimizer.",
+                stacklevel=4,
+            )
 
     def _require(self, loss: Tensor, flats: Sequence[Flat]) -> None:
         names, gradients = self._gradients(flats)
