@@ -283,6 +283,17 @@ def anew(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
     return uncached(model, {k: x for k, x in part.items() if k not in ("ids", "anew")} | ids)
 
 
+class Kept(nn.Module):
+    """A table of positions that is made in a forward pass, and kept for shorter sequences."""
+
+    table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or len(self.table) < x.shape[1]:
+            self.table = torch.arange(x.shape[1], dtype=x.dtype).sin()
+        return x + self.table[: x.shape[1], None]
+
+
 IDS = {"ids": torch.arange(LENGTH).expand(ROWS, -1)}
 ANEW = [batch() | IDS | {"anew": torch.full((ROWS, 1), bool(n))} for n in range(2)]
 FIRST = r"in the first step the loss is [0-9.]+ inst"
@@ -290,6 +301,11 @@ THREE = {name: x[:, :3] for name, x in batch().items()}
 MODELS: list[tuple[Callable[[], nn.Module], str, Any, Any, str]] = [
     *((partial(decoder, change=act), "cp2", batch(), shifted, s) for s, act in CHANGES.items()),
     (decoder, "cp2", batch(), moved, FIRST),
+    (
+        lambda: decoder(change=Kept()),
+        *("cp2", [batch(), {n: x[:, :9] for n, x in batch().items()}], shifted),
+        r"table, which the model made of a batch of 13 positions and has in one of 9",
+    ),
     (behind_zeros, "cp2", batch(), shifted, FIRST),
     (decoder, "cp4", THREE, shifted, "sequences of 3 positions under 'cp4'"),
     (partial(pretrained, "llama"), "cp2", ANEW, anew, "an attention mask"),

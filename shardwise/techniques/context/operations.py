@@ -18,7 +18,8 @@ from functools import partial
 from inspect import signature
 from traceback import walk_tb
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, cast
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,9 @@ class OwnPositions(TorchFunctionMode):
         self.of: Sequences | None = None
         self.parts: Sequence[Sequences] = ()
         self.own_mean = False
+        #: tensors that modules keep, and the length in whose pass they were made; 0: before any
+        self.kept: dict[int, tuple[ref[Tensor], int]] = {}
+        self.looked = dict[int, int]()  # by model, the length of the pass in which it was looked at
         self.handlers: dict[Any, Callable[..., Any]] = {
             F.scaled_dot_product_attention: self._attention,
             F.multi_head_attention_forward: self._multihead,
@@ -75,8 +79,33 @@ class OwnPositions(TorchFunctionMode):
     def of_model(self, model: nn.Module) -> None:
         if model is not self.model:
             self.model, self.tables = model, {id(b): b for b in model.buffers()}
+            if id(model) not in self.looked:
+                self._require_tables(0)
+
+    def _require_tables(self, length: int) -> None:
+        """Raise InputError if a module still has what it made of the positions of other lengths."""
+        if self.model is None or self.looked.get(id(self.model)) == length:
+            return
+        self.looked[id(self.model)] = length
+        modules = self.model.named_modules()
+        tables = ((n, table) for n, m in modules for table in (vars(m), m._buffers))
+        for path, x in ((f"{n}.{name}", x) for n, own in tables for name, x in own.items()):
+            if not isinstance(x, Tensor) or isinstance(x, nn.Parameter) or x.requires_grad:
+                continue
+            known, made = self.kept.get(id(x), (None, length))
+            if known is None or known() is not x:
+                self.kept[id(x)] = ref(x), length
+            elif made not in (0, length):
+                raise bad(
+                    f"{path}, which the model made of a batch of {made} positions and has in one "
+                    f"of {length}, under cp: it is of this rank's positions in the first batch",
+                    "tables for the longest sequence that __init__ makes, or made in each forward",
+                    f"self.register_buffer({path.rpartition('.')[2]!r}, table) in __init__",
+                )
 
     def end(self) -> None:
+        if self.of is not None:
+            self._require_tables(self.of.cut.length)
         self.of, self.parts, self.model, self.tables = None, (), None, {}
 
     def __torch_function__(
@@ -93,8 +122,9 @@ class OwnPositions(TorchFunctionMode):
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)
-        error, padded = raised[1], self.of is not None and self.of.marker is not None
-        frames = [frame for frame, _ in walk_tb(raised[2])] if padded else []
+        error, trace = cast("Any", raised[1:])
+        padded = self.of is not None and self.of.marker is not None
+        frames = [frame for frame, _ in walk_tb(trace)] if padded else []
         where = frames[-1].f_globals["__name__"] if frames else ""
         if isinstance(error, Exception) and where.startswith("transformers.models"):
             raise bad(
