@@ -28,8 +28,9 @@ def require_no_transform(what: str) -> None:
     if torch._C._are_functorch_transforms_active():
         raise bad(
             f"torch.func (vmap, jvp, vjp or grad) around {what}",
-            "its transforms of a module that each rank holds in full",
-            "sw.DDP(module), a plan of dp and zero1, or the transform inside of one layer",
+            "its transforms of a module that each rank holds in full, or inside of one layer",
+            "the plain module: what such a transform differentiates is not summed over ranks, so "
+            "sum it by torch.distributed",
         )
 
 

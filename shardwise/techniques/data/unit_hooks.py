@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.comm.move import require_no_transform
 from shardwise.comm.transport import Lease
 from shardwise.comm.world import World
 from shardwise.core.errors import bad
@@ -426,6 +427,7 @@ class Data:
 
     def _end_backward(self) -> None:
         """End a backward pass: reduce units in which some parameter has no gradient."""
+        require_no_transform("a backward pass whose gradients are summed over ranks")
         self._collect_arrived()
         if not self.pace.by_hand:
             self.on_grads.quicken(self.places)
