@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from shardwise.comm.move import broadcast, part
 from shardwise.comm.world import Axis, World
+from shardwise.core.applied import Fill
 from shardwise.core.errors import bad
 from shardwise.core.layouts.param_layout import AxisLayout, Groups, Layout
-from shardwise.techniques.data.flat.flat_parameter import Fill
 
 
 @dataclass(frozen=True)

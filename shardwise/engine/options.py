@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.world import World
+from shardwise.core.applied import Fill
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.arguments import (
@@ -26,7 +27,6 @@ from shardwise.engine.batch import Count
 from shardwise.engine.checks import validate
 from shardwise.engine.optimizer.optimizer_spec import AdamW, OptimizerSpec
 from shardwise.observe.work import KERNELS, Kernels
-from shardwise.techniques.data.flat.flat_parameter import Fill
 from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.techniques.layers.plans import LayerPlans
 from shardwise.techniques.recompute.apply import Recomputation

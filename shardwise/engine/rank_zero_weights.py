@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from shardwise.comm.move import all_reduce, broadcast
 from shardwise.comm.parameter import become
 from shardwise.comm.world import Axis, World
+from shardwise.core.applied import Fill
 from shardwise.core.errors import bad
 from shardwise.engine.precision import param_dtypes
-from shardwise.techniques.data.flat.flat_parameter import Fill, Flat
+from shardwise.techniques.data.flat.flat_parameter import Flat
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.checkpoint.weights_folder import open_weights
+from shardwise.core.applied import Fill
 from shardwise.core.errors import bad
 from shardwise.models import hf
 from shardwise.models.gpt import GPTConfig
 from shardwise.models.moe import MoEConfig
 from shardwise.models.trainable import Loss
-from shardwise.techniques.data.flat.flat_parameter import Fill
 from shardwise.techniques.expert.gate import Gate
 
 PREFIX: Final = "hf:"

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.core.applied import Fill
 from shardwise.core.errors import bad
 from shardwise.engine.default_fill import initialiser
 from shardwise.techniques.data.buffers import renew_buffers
-from shardwise.techniques.data.flat.flat_parameter import Fill
 
 
 def materialise(model: nn.Module, device: torch.device, fill: Fill | None = None) -> None:

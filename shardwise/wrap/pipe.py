@@ -22,6 +22,7 @@ from shardwise.comm.move import all_reduce, broadcast
 from shardwise.comm.parameter import become
 from shardwise.comm.transport import Lease
 from shardwise.comm.world import Axis, World
+from shardwise.core.applied import Fill
 from shardwise.core.buffer_sizes import pool_bytes
 from shardwise.core.errors import bad
 from shardwise.core.mesh import PIPELINE
@@ -34,14 +35,13 @@ from shardwise.core.tools.structure import Structure, graph_break
 from shardwise.core.tools.tree import leaves, mapped
 from shardwise.engine.batch import copied, enough, is_written, split
 from shardwise.engine.checks import consistency, validate
+from shardwise.engine.checks.as_before import as_before
 from shardwise.engine.checks.validate import without_compiler
 from shardwise.engine.default_fill import default_fill
 from shardwise.engine.rank_zero_weights import RankZeroWeights, missing_weights
 from shardwise.observe.meta_buffers import materialise
 from shardwise.techniques.data.apply import drivers
-from shardwise.techniques.data.as_before import as_before
 from shardwise.techniques.data.buffers import normal_mode
-from shardwise.techniques.data.flat.flat_parameter import Fill
 from shardwise.techniques.pipeline import stage_module
 from shardwise.techniques.pipeline.partition import calls_of, starts
 from shardwise.techniques.pipeline.runtime import open_channels, run

@@ -1,17 +1,21 @@
 """Models that only a pipeline meets, what stages share and keep, what breaks."""
 
+import random
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RunError
 from shardwise.core.reduce_order import Act, UnitState
 from shardwise.core.unit_order import CallPlace, UnitOrder
+from shardwise.engine.checks.as_before import as_before
 from shardwise.engine.engine import Engine
 from shardwise.engine.state.box import Box
 from tests.engine.cases import (
@@ -24,6 +28,7 @@ from tests.engine.cases import (
     text,
     vectors,
 )
+from tests.engine.loops import rows as own_rows
 from tests.engine.pipelines import ADAMW, MODELS, SGD, break_in, chain, deep, fragile, normed, task
 from tests.engine.tensors import (
     assert_pieces,
@@ -216,3 +221,71 @@ def test_an_output_that_a_later_call_returns_too_gathers_nothing():
     assert Act("wait", 1) in order.reached(1, places[1])
     assert Act("free_early", 1) in order.reached(0, places[0])
     assert order.reached(1, places[1]) == []
+
+
+# --- what a loss keeps ----------------------------------------------------------------------------
+
+COUNTED: dict[str, int] = {"calls": 0}
+
+
+@lru_cache
+def weights_of(numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.linspace(1, 2, numel, dtype=dtype)
+
+
+class Remembering:
+    """A loss that draws random numbers, counts its calls, and keeps what it has seen."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        self.seen, self.table = list[int](), dict[str, Tensor]()
+        self.drawn = random.Random(1), np.random.default_rng(2), torch.Generator().manual_seed(3)
+        self.average = torch.zeros(6, dtype=torch.float64)
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(1)
+        COUNTED["calls"] += 1
+        out = model(x)
+        if "rows" not in self.table:
+            self.table["rows"] = weights_of(len(x), x.dtype)
+            self.average.add_(out.detach().mean(0))
+        python, numpy, own = self.drawn
+        scale = python.random() + numpy.random() + float(torch.rand((), generator=own))
+        scale += self.calls / len(self.seen) ** 2
+        return scale * ((out - self.average).square().mean(1) * self.table["rows"]).mean()
+
+
+def remembered(world: World, plan: str) -> tuple[list[float], int]:
+    loss, styles = Remembering(), {"0": "colwise", "2": "rowwise"}
+    model = settled(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)))
+    table = {"table": styles} if "tp" in plan else {}
+    how: Any = {"loss": loss, "optimizer": sw.SGD(lr=0.1), "least_unit_bytes": 0} | table
+    engine = sw.parallelize(model, f"{plan} fp64", world, **how)
+    return [engine.step(own_rows(step, 0)).loss for step in range(3)], loss.calls
+
+
+@pytest.mark.parametrize("plan", ["pp2 naive", "tp2"])
+def test_traces_and_comparisons_leave_a_loss_as_it_was(plan: str):
+    """What it draws, counts and keeps in each step is what it would in one process."""
+    ((losses, calls),) = run_threads(1, remembered, "dp1")
+    for found, called in run_threads(2, remembered, plan):
+        assert found == pytest.approx(losses, rel=1e-10) and called == calls == 3
+
+
+def test_what_a_call_leaves_is_undone():
+    """In variables, caches, and the random numbers of Python and NumPy."""
+    draw: Any = np.random.random_sample
+    loss, python, numpy = Remembering(), random.getstate(), draw.__self__.get_state()[2]
+    before, calls = loss.average.clone(), COUNTED["calls"]
+
+    def all_of_it(model: nn.Module, x: Tensor) -> Tensor:
+        return loss(model, x) * random.random() * draw()
+
+    with as_before([all_of_it], model := nn.Linear(6, 6)):
+        all_of_it(model, torch.ones(2, 6))
+    assert (python, numpy) == (random.getstate(), draw.__self__.get_state()[2])
+    assert (loss.calls, loss.seen, loss.table, COUNTED["calls"]) == (0, [], {}, calls)
+    assert torch.equal(loss.average, before) and "calls" not in vars(loss)
+    assert weights_of.cache_info().currsize == 0

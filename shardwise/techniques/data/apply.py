@@ -12,6 +12,7 @@ from shardwise.comm.tiers.arena import Arena
 from shardwise.comm.tiers.disk import Disk
 from shardwise.comm.tiers.tiers import Tiers
 from shardwise.comm.world import Axis, World
+from shardwise.core.applied import Fill
 from shardwise.core.layouts.param_layout import Groups, Layout
 from shardwise.core.tools.hook import Hook
 from shardwise.core.tools.structure import plain_key, uncompiled
@@ -23,7 +24,7 @@ from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.observe.meta_buffers import materialise
 from shardwise.techniques.data.buffers import Buffers
 from shardwise.techniques.data.consensus import Consensus
-from shardwise.techniques.data.flat.flat_parameter import Fill, Flat
+from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.flat.local_layout import LocalLayout
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Pace, Unit, Units

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import InputError
 from shardwise.core.tools.hook import in_place_of
-from shardwise.techniques.data.as_before import as_before
+from shardwise.engine.checks.as_before import as_before
 from shardwise.techniques.pipeline.trace.placeholders import Calls, defined, twin
 
 #: More questions than this in one pass come from a loop that does not end.

@@ -27,10 +27,10 @@ from shardwise.core.errors import RunError
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.schedule import Action, Schedule
 from shardwise.engine.batch import Count, copied, enough, is_written
+from shardwise.engine.checks.as_before import as_before
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.norm import LossWeights
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
-from shardwise.techniques.data.as_before import as_before
 from shardwise.techniques.data.rerun import Objective, Rerun
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Products

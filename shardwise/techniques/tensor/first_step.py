@@ -33,11 +33,12 @@ from shardwise.comm.tiers import host_memory
 from shardwise.comm.tiers.host_memory import doubles_on
 from shardwise.comm.unchanged import generators_of, kept_values, seeded
 from shardwise.comm.world import World
-from shardwise.core.applied import during
+from shardwise.core.applied import Fill, during
 from shardwise.core.errors import bad
 from shardwise.core.tools.hook import collect, in_place_of
 from shardwise.engine.batch import is_empty, on_device, split, widened
 from shardwise.engine.checks import validate
+from shardwise.engine.checks.as_before import as_before
 from shardwise.engine.checks.consistency import TOLERANCE, TOLERANCE_16_BIT
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import Build, Training
@@ -46,8 +47,6 @@ from shardwise.engine.state.full import full_state_dict
 from shardwise.observe.meta_buffers import materialise
 from shardwise.observe.meta_pass import meta_copy
 from shardwise.techniques.data.apply import cast_whole
-from shardwise.techniques.data.as_before import as_before
-from shardwise.techniques.data.flat.flat_parameter import Fill
 from shardwise.techniques.tensor.apply import lay_out
 from shardwise.techniques.tensor.sharded_logits import Tensors, nowhere
 from shardwise.techniques.tensor.tensor_table import Table

@@ -33,7 +33,7 @@ between forward and backward; where weights have several versions at once, each 
 `shard` has the parameters' own dtype; `begin_unshard` casts this rank's block to that of `full`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import partial
 
@@ -45,13 +45,11 @@ from shardwise.comm.parameter import become
 from shardwise.comm.tiers.tiers import begin_copy
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
+from shardwise.core.applied import Fill
 from shardwise.core.errors import bad
 from shardwise.core.zero import RowMove
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
 from shardwise.techniques.data.flat.local_layout import FlatViews, LocalLayout
-
-#: Called with a parameter's full name and the tensor to write its initial weights to.
-Fill = Callable[[str, Tensor], None]
 
 
 class State(Enum):

@@ -61,6 +61,7 @@ class _Held:
         self.kept = list[Any]()  # so that no other object gets the id of one that was seen
 
     def note(self, x: Any, owner: type | None = None) -> None:
+        """Note an object and what it holds; `owner`: the class whose forward a function is."""
         if id(x) in self.seen:
             return
         self.seen.add(id(x))
