@@ -13,12 +13,10 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Final, Protocol
 
-from torch import Tensor
-
 from shardwise.core.layouts.param_layout import Groups
 
 #: Called with a parameter's full name and the tensor to write its initial weights to.
-Fill = Callable[[str, Tensor], None]
+Fill = Callable[[str, Any], None]
 #: A context that does nothing.
 NOTHING: Final = nullcontext()
 

@@ -95,7 +95,8 @@ def Pipe(  # noqa: N802
     size_bytes = pool_bytes(plan, sum(p.nbytes for p in module.parameters()), world.device.type)
     world.pool.reserve(size_bytes, world.device)
     whole = _schedule(schedule, chunks, world.size)
-    calls = calls_of(module)
+    with as_before((), module):
+        calls = calls_of(module)
     begin = starts(module, len(whole.home), stages, calls)
     weights = RankZeroWeights.take(module, missing_weights(module, world), world)
     fill = default_fill(module, 0)

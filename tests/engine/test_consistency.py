@@ -400,6 +400,18 @@ def reads_of_its_own(world: World) -> None:
         consistency.require_same(world, {"loss": loss})
 
 
+@pytest.mark.parametrize("name", ["step", "evaluate"])
+def test_a_loss_that_calls_its_engine_is_refused(name: str):
+    """In one paragraph, and not by a recursion without end."""
+
+    def loss(_: nn.Module, x: Tensor) -> Tensor:
+        return getattr(engine, name)(x)
+
+    engine = sw.parallelize(nn.Linear(4, 4), "", loss=loss, optimizer=sw.SGD(lr=0.1))
+    with pytest.raises(InputError, match="that its own loss function calls"):
+        engine.step(torch.ones(2, 4))
+
+
 def test_parameters_of_a_loss_alone_are_named(recwarn: pytest.WarningsRecorder):
     """Those that get a gradient, which no step of the engine sums or updates; no teacher's."""
     criterion, teacher = nn.Linear(4, 1), nn.Linear(4, 4)

@@ -276,13 +276,6 @@ def stepped(loss: Any = regression, batch: Any = None, **options: Any) -> Any:
     return engine_of(loss, **options).step(vectors(0) if batch is None else batch)
 
 
-def calling(name: str) -> Any:
-    """A step whose loss function calls a method of its engine."""
-    engine: Any = engine_of(lambda _, batch: getattr(engine, name)(batch))
-    return engine.step(vectors(0))
-
-
-CALLS = ("step", "evaluate")
 NO_GRADIENT = "in which no parameter of the model got a gradient"
 NO_ROWS = r"a batch without a tensor that has rows .* or rows=, a function"
 ROWLESS = ({"text": "a"}, ["a"], np.zeros((7, 6)), (torch.tensor(3.0), 4), 3)
@@ -298,7 +291,6 @@ STEPS: list[tuple[Callable[[], Any], str]] = [
         )
     ),
     (lambda: stepped(without_a_gradient), NO_GRADIENT),
-    *((partial(calling, name), "that its own loss function calls") for name in CALLS),
     *(
         (partial(wrapped_step, wrap), NO_GRADIENT)
         for wrap in (sw.DDP, sw.FSDP, partial(sw.Pipe, chunks=2))

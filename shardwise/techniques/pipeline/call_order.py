@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import InputError
 from shardwise.core.tools.hook import in_place_of
-from shardwise.engine.checks.as_before import as_before
 from shardwise.techniques.pipeline.trace.placeholders import Calls, defined, twin
 
 #: More questions than this in one pass come from a loop that does not end.
@@ -177,7 +176,7 @@ def calls_of(model: nn.Module, loss: Callable[..., Any] | None = None) -> Calls:
     """The places of the calls of each module, by all its names, in a run of `loss(model, batch)`. A
     module that is not called follows the one before it in the order of definition.
     """
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), as_before([loss], model):
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             found = LossRun(model, loss)
         except InputError:  # it cannot be copied, so no pipeline can be cut from it

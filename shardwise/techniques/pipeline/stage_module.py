@@ -25,6 +25,7 @@ from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine import default_fill
+from shardwise.engine.checks.as_before import as_before
 from shardwise.techniques.data.wrap_policy import UnitSpec
 from shardwise.techniques.pipeline.partition import calls_of, starts, starts_of_counts
 from shardwise.techniques.pipeline.stage_io import StageTrace
@@ -141,7 +142,8 @@ def calls_under(
     plan: Plan, model: nn.Module, loss: Callable[..., Any] | None = None
 ) -> Calls | None:
     """The calls of the modules of `model` in its loss, where the plan has a pipeline."""
-    return calls_of(model, loss) if plan.pipeline else None
+    with as_before([loss], model):
+        return calls_of(model, loss) if plan.pipeline else None
 
 
 def stages_of(
