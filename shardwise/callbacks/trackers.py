@@ -34,7 +34,6 @@ class TensorBoard(Callback):
         self._board: SummaryWriter | None = None
 
     def run_began(self, run: RunFacts) -> None:
-        """Open the files; points after the resumed step are dropped."""
         from torch.utils.tensorboard import SummaryWriter
 
         folder = self._folder or run.folder / "tensorboard"

@@ -206,7 +206,6 @@ def write_file(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def sync(path: Path) -> None:
-    """Fsync a file, or a folder's list of names."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -215,7 +214,6 @@ def sync(path: Path) -> None:
 
 
 def _settle(folder: Path) -> None:
-    """Finish second saves of a step that were interrupted."""
     for before in folder.glob("step-*.before"):
         final = before.with_name(before.name.removesuffix(".before"))
         if final.exists():

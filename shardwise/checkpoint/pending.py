@@ -127,7 +127,6 @@ class PendingCheckpoint:
         self.report()
 
     def report(self) -> None:
-        """Warn of a failure that this rank knows of, once."""
         if self._failure and not self._reported:
             self._reported = True
             what = self._failure.removesuffix(".")

@@ -75,7 +75,6 @@ class PlannedModel:
 
     @property
     def batch(self) -> int | None:
-        """The rows of all ranks in a step of the run."""
         return None if self.config is None else self.config.train.batch
 
     @property

@@ -189,7 +189,6 @@ def answered(
 
 
 def _device_bytes(text: str | None, cluster: "Cluster | None") -> int | None:
-    """The bytes of --device-memory, or of the cluster's devices."""
     if text is None:
         return None if cluster is None else cluster.device.memory_bytes
     try:

@@ -34,7 +34,6 @@ def run_command(
 
 
 def main() -> None:
-    """Run the script of a rank as `python SCRIPT` does."""
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -98,7 +98,6 @@ def search_command(
 def _known(
     run: PlannedModel, plan: Plan, ranks: int, rows: int, sequence: int | None
 ) -> "Prediction":
-    """The prediction for the plan that --why names."""
     require(plan, ranks)
     plan = plan.completed(ranks)
     least = plan.shares * plan.microbatches

@@ -35,7 +35,6 @@ class Fake(Transport):
         root: int = 0,
         counts: Sequence[int] = (),
     ) -> Pending[Any]:
-        """Count a message, whose result `act` writes."""
         line = self.begin(kind, x)
         before = line.sent_bytes
         numel, peers = (

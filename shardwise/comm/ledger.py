@@ -61,7 +61,6 @@ class Ledger:
 
     @property
     def lines(self) -> dict[Key, Tally]:
-        """The totals so far, as a new dict each time."""
         return {Key(*key): line.tally for key, line in self._lines.items()}
 
     @contextmanager

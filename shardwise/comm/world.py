@@ -239,7 +239,6 @@ class World:
         return device_mesh(wide, [axis.transport for axis in self.axes], self.device.type)
 
     def barrier(self) -> None:
-        """Return when every rank has called this."""
         self.everyone.transport.barrier()
 
     def require_open(self) -> None:

@@ -53,7 +53,6 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return math.prod(size for _, size in self.axes)
 
     def size_of(self, name: str) -> int:

@@ -34,7 +34,6 @@ class Tally:
 
 
 def sent_bytes(lines: Mapping[Key, Tally]) -> dict[Key, int]:
-    """The bytes of each line, without zeros."""
     return {key: tally.sent_bytes for key, tally in lines.items() if tally.sent_bytes}
 
 

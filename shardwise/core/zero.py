@@ -104,7 +104,6 @@ class RowMoves(tuple[RowMove, ...]):
 
     @property
     def reshards(self) -> bool:
-        """Whether the device holds all of it only while it is used."""
         return bool(self.at(Moment.USE))
 
     @property

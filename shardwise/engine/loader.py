@@ -86,7 +86,6 @@ class Loader:
             )
 
     def __len__(self) -> int:
-        """The number of batches of an epoch."""
         rows = len(self.dataset)
         return rows // self.batch if self.drop_last else -(-rows // self.batch)
 

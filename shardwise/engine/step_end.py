@@ -232,7 +232,6 @@ def _checked_result(engine: "Engine", unread: PendingResult) -> StepResult:
 
 
 def _norm_of(result: StepResult) -> float | None:
-    """The norm if that is what is not finite."""
     return result.norm if math.isfinite(result.loss) else None
 
 

@@ -75,11 +75,9 @@ class GPTConfig:
         return asdict(self)
 
     def build(self) -> nn.Module:
-        """The model on the current default device."""
         return GPT(self)
 
     def fill(self, seed: int) -> "partial[None]":
-        """Writes a parameter's first value, by seed and name."""
         return partial(initial, seed=seed)
 
     @property

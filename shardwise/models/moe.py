@@ -65,11 +65,9 @@ class MoEConfig:
         return self.gpt.numbers | own | {"capacity": gate.capacity, "shared_experts": self.shared}
 
     def build(self) -> nn.Module:
-        """The model on the current default device."""
         return MoEGPT(self)
 
     def fill(self, seed: int) -> "partial[None]":
-        """Writes a parameter's first value, by seed and name."""
         return self.gpt.fill(seed)
 
     @property

@@ -120,7 +120,6 @@ def _alternating(plan: Plan) -> int:
 
 
 def _microbatches(plan: Plan) -> int:
-    """Those of a run of the schedule."""
     return plan.microbatches // (plan.accumulate if plan.pipeline else 1)
 
 
@@ -286,7 +285,6 @@ def _updates(func: Any) -> bool:
 
 
 def _stage_sizes(engine: Engine, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The numbers of parameters of the stages of a pipeline."""
     if engine.staging is None:
         return ()
     found = [0] * len(engine.staging.schedule.home)
@@ -297,7 +295,6 @@ def _stage_sizes(engine: Engine, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def _with_buffers(model: nn.Module) -> nn.Module:
-    """The model with zeros in place of buffers that are on meta."""
     for module in model.modules():
         for name, b in module.named_buffers(recurse=False):
             if b.is_meta:

@@ -87,13 +87,10 @@ class DryTwin:
         return self.within(batch, act)
 
     def memory(self) -> dict[str, int]:
-        """The bytes that rest on all tiers, by category."""
         assert self.dry.run is not None
         return memory.resting(self.dry.run.engine)
 
     def within(self, batch: Any, act: Callable[[Engine], T]) -> T:
-        """The result of `act(engine)`."""
-
         def acted(run: DryRun) -> T:
             with run.running() as engine:
                 return act(engine)

@@ -58,7 +58,6 @@ class StepMeter(TorchDispatchMode):
         self.open: dict[str, int] = {}  # the number of running modules of each unit
         self.microbatch = 0
         self.in_backward = False
-        self.most_bytes, self.peak = 0, dict[str, int]()  # by the meter's categories
         self.on_host: list[int] = []  # bytes of activations in host memory, at each event
 
     def __torch_dispatch__(
@@ -72,8 +71,6 @@ class StepMeter(TorchDispatchMode):
     def see(self, kind: str, unit: str = "") -> None:
         """Record an event: the live bytes now, and the most since the previous event."""
         peak = self.meter.peak_bytes
-        if peak > self.most_bytes:
-            self.most_bytes, self.peak = peak, self.meter.peak
         self.meter.peak_bytes = 0
         if kind == "forward" and self.events and self.events[-1].kind == "backward":
             self.microbatch += 1

@@ -10,7 +10,7 @@ of live storages (units resize theirs to zero and back).
                                                  that autograd saves, and received messages
 
 Storages are on the device, or in host memory (comm/tiers/tiers.py).  The result of an operation is
-where its operands are.  `peak_bytes`, `peak` and `most` are of the device.  What a kernel takes and
+where its operands are.  `peak_bytes` and `most` are of the device.  What a kernel takes and
 returns inside one operation is not seen.  Without `peaks` nothing is added up after an operation,
 which takes most of the time; `now` counts what is live.
 
@@ -68,13 +68,12 @@ class Meter(TorchDispatchMode):
         self.engine, self.peaks = engine, peaks
         self.storages: dict[int, Storage] = {}
         self.peak_bytes = 0
-        self.peak_places: dict[MeterKey, int] = {}
         self.host_bytes, self.host_places = 0, dict[MeterKey, int]()
         self.most: dict[str, int] = {}  # the peak of each category by itself
 
     def __enter__(self) -> Self:
         self._claim()
-        self.peak_bytes, self.peak_places, self.most = 0, {}, {}
+        self.peak_bytes, self.most = 0, {}
         self.host_bytes, self.host_places = 0, {}
         self._look()
         return super().__enter__()
@@ -92,11 +91,6 @@ class Meter(TorchDispatchMode):
         return made
 
     # --- results ------------------------------------------------------------------------------
-
-    @property
-    def peak(self) -> dict[str, int]:
-        """Bytes by category at the moment when most bytes were live."""
-        return by_category(self.peak_places)
 
     @property
     def host_peak(self) -> dict[str, int]:
@@ -140,8 +134,7 @@ class Meter(TorchDispatchMode):
         if on_host > self.host_bytes:
             self.host_bytes = on_host
             self.host_places = {p: count for p, count in every.items() if p.tier == "host"}
-        if total > self.peak_bytes:
-            self.peak_bytes, self.peak_places = total, places
+        self.peak_bytes = max(self.peak_bytes, total)
         now: dict[str, int] = dict.fromkeys(METERED, 0)
         for place, count in places.items():
             now[place.category] += count
@@ -229,7 +222,6 @@ class Live(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Keep compiled regions compiled under this mode."""
         return True
 
     def __torch_dispatch__(

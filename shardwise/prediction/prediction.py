@@ -65,16 +65,13 @@ class Prediction:
     dry: Callable[..., DryStep] | None = field(default=None, compare=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the model that a dry run has."""
         return vars(self) | {"dry": None}
 
     def on(self, rank: int, plan: Plan | None = None) -> "Prediction":
-        """The prediction for another rank, or with another offload."""
         return replace(self, plan=self.plan if plan is None else plan, rank=rank)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the results depend on."""
         return tuple(filter(None, (self.dry_step.note, *self.told)))
 
     @property
@@ -99,7 +96,6 @@ class Prediction:
         return self._dry(self.plan, self.rank)
 
     def brief_step(self, rank: int) -> DryStep:
-        """What the actions of a rank of the pipeline issue."""
         return self.dry_step if rank == self.rank else self._dry(self.plan, rank, brief=True)
 
     @property

@@ -309,7 +309,6 @@ def attempt(what: str, make: Callable[[], T]) -> T | None:
 
 
 def why(error: BaseException) -> str:
-    """The kind of an error, and the first line of its text."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 

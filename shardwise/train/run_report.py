@@ -197,7 +197,6 @@ def _checks(summary: Summary) -> str:
 
 
 def _check(name: str, pairs: Iterable[tuple[dict[str, int], dict[str, int]]]) -> str:
-    """Compares the kinds that are both measured and predicted."""
     same = [here[kind] == there[kind] for here, there in pairs for kind in here.keys() & there]
     if not same:
         return f"{name}: not predicted"
@@ -337,7 +336,6 @@ def _sent_text(summary: Summary) -> str:
 
 
 def _most(sizes: Iterable[Mapping[str, int]]) -> tuple[int, str]:
-    """The first of the ranks with the largest sum, and its name."""
     totals = [sum(each.values()) for each in sizes]
     rank = totals.index(max(totals))
     return rank, f"rank {rank}, the most of any rank" if len({*totals}) > 1 else "each rank"

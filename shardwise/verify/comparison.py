@@ -79,7 +79,6 @@ class Comparison:
         self.uses = self._uses()
 
     def _uses(self) -> textbook.Uses:
-        """How a forward of the plain model uses its weights."""
         oracle = self.oracles.exact
         few = self.batch(ROWS, SEED, next(oracle.model.parameters()).device)
         with textbook.Uses(oracle.model) as uses:

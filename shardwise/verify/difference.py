@@ -121,7 +121,6 @@ def independent(errors: Tensor) -> float:
 def scalar(
     kind: str, name: str, found: float, oracles: Sequence[float], unit: float = 0.0
 ) -> Errors | Parts:
-    """The error of one number, as in `compared`."""
     of_found, *of_oracles = (torch.tensor(x, dtype=torch.float64) for x in (found, *oracles))
     wholes = [{name: number} for number in of_oracles]
     return compared(kind, [Box.full(f"number/{name}", of_found)], wholes, unit)

@@ -80,7 +80,6 @@ class DataParallel(nn.Module, Wrapper):
         return gather(outputs, self.devices[0], self.dim)
 
     def unwrap(self) -> nn.Module:
-        """The plain module."""
         return self.module
 
     def counted_elsewhere(self) -> set[nn.Parameter]:

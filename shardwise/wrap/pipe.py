@@ -199,7 +199,6 @@ class Piped(Wrapper):
         return self.module
 
     def counted_elsewhere(self) -> set[nn.Parameter]:
-        """Tied parameters, on all but the first of their stages."""
         return {p for p, holders in self.tied.items() if holders.rank}
 
     @graph_break

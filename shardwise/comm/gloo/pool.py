@@ -42,7 +42,6 @@ class Slot:
         return self.take
 
     def take(self) -> Any:
-        """The result of `finish`; a second call returns None."""
         self.end()
         made, self.made = self.made, None
         return made

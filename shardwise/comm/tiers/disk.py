@@ -92,7 +92,6 @@ class Extent:
 
     @property
     def whole_bytes(self) -> int:
-        """The bytes of a read or a write of all chunks."""
         return sum(map(self.chunk_bytes, range(self.chunks)))
 
     @property

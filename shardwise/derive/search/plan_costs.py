@@ -67,7 +67,6 @@ class RowCosts(NamedTuple):
 
 
 def _weighted(*parts: tuple[float, RowCosts]) -> RowCosts:
-    """The sum of costs, each times its weight."""
     every = [[weight * cost for cost in costs] for weight, costs in parts]
     return RowCosts(*map(sum, zip(*every, strict=True)))
 
@@ -366,7 +365,6 @@ def _line(a: int, b: int, at: int) -> dict[int, float]:
 
 
 def _rank_at(plan: Plan, place: int) -> int:
-    """The rank at a place of the pipeline."""
     return plan.mesh.line(PIPELINE, 0)[place]
 
 

@@ -182,7 +182,6 @@ class SearchResult:
 
     @property
     def best(self) -> RankedPlan | None:
-        """The plan with the shortest step; None if nothing fits."""
         return self.ranked[0] if self.ranked else None
 
     @property

@@ -10,10 +10,9 @@ in the other; a cache of functools is cleared
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
-from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any, Final
 
@@ -99,7 +98,9 @@ class _Held:
             x, owner = type(x).__call__, type(x)
         if isinstance(x, FunctionType) and not installed(x):
             for cell in x.__closure__ or ():
-                self._variable(partial(getattr, cell, "cell_contents"), cell, "cell_contents")
+                with suppress(ValueError):  # it has no value yet
+                    self.stack.callback(setattr, cell, "cell_contents", cell.cell_contents)
+                    self.note(cell.cell_contents)
             for path, value in read_by(x, owner).items():
                 of, _, name = path.rpartition(".")
                 if not of and x.__globals__.get(name, cell := object()) is not cell:
@@ -109,14 +110,6 @@ class _Held:
             if not (callable(value) or hasattr(value, "__get__") or name.startswith("__")):
                 self.stack.callback(setattr, owner, name, value)
                 self.note(value)
-
-    def _variable(self, get: Callable[[], Any], of: Any, name: str) -> None:
-        try:
-            value = get()
-        except ValueError:  # it has none yet
-            return
-        self.stack.callback(setattr, of, name, value)
-        self.note(value)
 
     def _attributes(self, x: Any) -> None:
         """Those of an object of the program; of a module those that the program gave it."""

@@ -410,7 +410,6 @@ class ShardedOptimizer(Optimizer, ABC):
         return float(self.param_groups[0]["lr"])
 
     def owns(self) -> Iterator[Owned]:
-        """Every tensor that is kept for the update."""
         yield from (("optimizer", flat, master) for flat, master in self.masters.items())
         for run in (run for runs in self.runs.values() for run in runs.every):
             # a copy: the host thread may be creating the state

@@ -152,7 +152,6 @@ class OptimizerSpec:
     def first_state(
         self, group: int, sizes: Sequence[int], dtype: torch.dtype = torch.float32
     ) -> dict[str, Any]:
-        """The state of a tensor of that group after a step."""
         probe = nn.Parameter(torch.zeros(tuple(sizes), dtype=dtype, device="cpu"))
         _steps(optimizer := self.alone(group, probe), probe, 1)
         return optimizer.state.get(probe, {})
@@ -376,5 +375,4 @@ def even_out(optimizer: Optimizer, *_: object) -> None:
 
 
 def is_fused(group: Mapping[str, Any]) -> bool:
-    """Whether torch's fused kernel updates this group."""
     return bool(group.get("fused")) and not group.get("dampening")

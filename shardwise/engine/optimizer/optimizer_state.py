@@ -186,7 +186,6 @@ def options(group: Options) -> dict[str, Any]:
 
 
 def put(group: dict[str, Any], saved: Options) -> None:
-    """Set options of a group; JSON has kept a tuple as a list."""
     for key, value in saved.items():
         group[key] = _filled(group.get(key), tuple(value) if isinstance(value, list) else value)
 

@@ -94,7 +94,6 @@ class Owners:
                 self.targets[place].data = self.resting[place]
 
     def _messages(self, weights: Mapping[Flat, Tensor]) -> list[list[Place]]:
-        """The parameters whose pieces are sent together: of one axis and one dtype."""
         found: dict[object, list[Place]] = {}
         for flat, i in (place for place in self.targets if place[0] in weights):
             found.setdefault((flat.shard_axis.name, flat.dtype), []).append((flat, i))

@@ -170,7 +170,6 @@ class Updates:
 
     @property
     def on_host(self) -> bool:
-        """Whether a thread of the host updates."""
         offloads = any(flat.moves.offload for flat in self.optimizer.flats)
         return offloads and not self.optimizer.together
 
@@ -299,7 +298,6 @@ class Updates:
         return ratio.nan_to_num(1.0).clamp(max=1.0) if whole else min(1.0, ratio)
 
     def _parts(self, units: Iterable[Unit], least_bytes: float) -> Iterator[list[Flat]]:
-        """Flat groups at rest, units of at least this size together."""
         part: list[Flat] = []
         for unit in units:
             unit.to_sharded()

@@ -225,7 +225,6 @@ def _own_parts(
     prefix: str,
     *_: Any,
 ) -> None:
-    """Write this rank's pieces of full tensors."""
     names, loaded = defaultdict[int, list[str]](list), dict[str, Any]()
     registered = dict(module.named_parameters(remove_duplicate=False))
     for name, p in registered.items():

@@ -105,7 +105,6 @@ def spans(issued: Sequence[Issued], network: Network, idle_s: float = 0.0) -> It
 
 
 def message_s(network: Network, key: Key, sent_bytes: int) -> float:
-    """The seconds of a message, or of a copy between tiers."""
     if key.axis == TIER:
         return sent_bytes / network.tier_rate
     one = Tally(calls=1, sent_bytes=sent_bytes)

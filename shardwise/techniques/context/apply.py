@@ -97,7 +97,6 @@ class PositionShards(Applied):
         return (self.axis,)
 
     def begin(self, batch: Any, parts: Sequence[Any], *, trains: bool) -> Sequence[Any]:
-        """Returns this rank's positions of the parts."""
         self.mode.of = None
         here, shifts = self.axis.rank, self.shifts
         self.parts = [(*part_of(self.plan, part, here, shifts=shifts), part) for part in parts]

@@ -59,7 +59,6 @@ class Sequences:
         return self.cut.numel(self.rank)
 
     def stands_for_padding(self, mask: Tensor | None) -> bool:
-        """Whether the mask is the marker, or a view of it."""
         return _same_storage(self.marker, mask)
 
     def in_copy(self, part: Any) -> "Sequences":

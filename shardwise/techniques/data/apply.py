@@ -39,7 +39,6 @@ class UnitParts(Protocol):
 
     @property
     def layers(self) -> Mapping[str, nn.Linear]:
-        """The divided layers by name."""
         return {}
 
     def divided(self, specs: Sequence[UnitSpec]) -> list[UnitSpec]:

@@ -139,7 +139,6 @@ class Values(NamedTuple):
     rounding: float
 
     def differs(self, other: "Values") -> bool:
-        """Whether they differ by more than rounding."""
         close = self.rounding * max(self.norm, other.norm)
         pairs = (self.total, other.total), (self.norm, other.norm)
         return not all(math.isclose(a, b, rel_tol=0.0, abs_tol=close) for a, b in pairs)

@@ -243,7 +243,6 @@ class Consensus:
             group.grads.used = [*islice(each, len(group.params))]
 
     def phase(self, name: str) -> None:
-        """Count later messages under this phase of the step."""
         for axis in self.axes:
             axis.ledger.now = name
 

@@ -207,7 +207,6 @@ _VARIABLE: Final = "the environment's "
 
 
 def layers_of(function: Any) -> Iterator[Any]:
-    """A function, and those that it wraps."""
     while function is not None:
         yield function
         inner = (getattr(function, name, None) for name in ("__func__", "__wrapped__", "func"))
@@ -215,7 +214,6 @@ def layers_of(function: Any) -> Iterator[Any]:
 
 
 def identity(function: Any) -> str:
-    """Its name and a hash of its code."""
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     name = getattr(function, "__qualname__", type(function).__qualname__)
     return f"{name} (code {_code_hash(code):014x})"

@@ -62,7 +62,6 @@ class Output:
                 self._look(part)
 
     def shares(self, flats: Iterable[Flat]) -> bool:
-        """Whether one of its tensors is a part of full parameters."""
         known = {flat.full.untyped_storage()._cdata for flat in flats}
         with torch._C.DisableTorchFunctionSubclass():
             dense = [x for x in self.tensors if x.layout is torch.strided]

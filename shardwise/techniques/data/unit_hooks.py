@@ -163,7 +163,6 @@ class Data:
     # --- under a schedule ---------------------------------------------------------------------
 
     def end_run(self) -> None:
-        """End a run of the schedule: free all units."""
         self.on_grads.quicken(self.places)
         self._do(self.order.abandon())
 
@@ -234,7 +233,6 @@ class Data:
         self.units.begin_unshard()  # if the user's optimizer has updated them
 
     def end_evaluation(self) -> None:
-        """End a forward pass without gradients."""
         self.begun = False
         self.units.close()
         self._do(self.order.end_evaluation())
@@ -354,7 +352,6 @@ class Data:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _before_backward(self, unit: Unit, place: CallPlace) -> None:
-        """A gradient arrives at the output of a call of `unit`."""
         self._begin_backward()
         self._do(self.order.reached(unit.number, place))
 

@@ -119,7 +119,6 @@ class Unit:
             group.keep_writes(of_forward=False)
 
     def close(self) -> None:
-        """End the reads."""
         self.keep_writes()
         for handle in self.recorded:
             handle.remove()
@@ -230,13 +229,11 @@ class Units:
                 unit.close()
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of a failed step."""
         for unit in self.order:
             for group in unit.trained:
                 group.grads.clear()
 
     def wait(self) -> None:
-        """Wait for the gathers that `begin_unshard` started."""
         for unit in self.order:
             if not unit.reshards:
                 unit.unshard()
@@ -324,7 +321,6 @@ class GradientHooks:
         self.begins: list[RemovableHandle] = []
 
     def add(self, p: nn.Parameter) -> RemovableHandle:
-        """Call `collected` after a gradient of `p` is accumulated."""
         handle = p.register_post_accumulate_grad_hook(self.collected)
         self.numbers[p] = handle.id
         return handle
@@ -356,7 +352,6 @@ class GradientHooks:
                 hooks[self.numbers[p]] = self.arrived.append
 
     def take_arrived(self) -> Iterable[nn.Parameter]:
-        """The parameters to collect."""
         arrived = {id(p): p for p in self.arrived}
         self.arrived.clear()
         return arrived.values()
@@ -373,7 +368,6 @@ class GradientHooks:
                 )
 
     def begun(self) -> None:
-        """The pass has begun."""
         while self.begins:
             self.begins.pop().remove()
 

@@ -248,7 +248,6 @@ class PassRecords:
         self.position, self.values, self.recording = 0, dict[int, Tensor](), False
 
     def get_state(self) -> Tensor:
-        """How many passes have run. Later passes may be repeated."""
         self.recording = True
         return torch.tensor(self.position, dtype=torch.int64, device="cpu")
 

@@ -89,7 +89,6 @@ class LayerHooks:
         ]
 
     def begin(self, *_: object) -> None:
-        """The model's forward begins."""
         self.inside = 0
         self.exchange.drop_assumed()
 

@@ -56,7 +56,6 @@ class LayerPlan:
 
 
 def split_layers(text: Any) -> tuple[str, tuple[LayerPlan, ...]]:
-    """The words of the model's plan, and the plans of layers."""
     if not isinstance(text, str):
         return text, ()
     first, *parts = text.split("|")

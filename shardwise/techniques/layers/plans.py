@@ -43,7 +43,6 @@ class LayerPlans:
         return tuple(each for each in self.layers if each.mesh)
 
     def outside(self, names: Iterable[str]) -> list[str]:
-        """The modules that are in no layer with a mesh of its own."""
         return [name for name in names if not any(each.holds(name) for each in self.meshes)]
 
     def alone(self, model: nn.Module, rule: Rule) -> list[str]:

@@ -228,7 +228,6 @@ class DiskOptimizer(ShardedOptimizer):
         return self.tiers.own(torch.zeros(tuple(size), dtype=dtype, device="cpu"))
 
     def expose(self) -> None:
-        """Before the maps are read: wait until all is written."""
         self.disk.sync()
         self.mapped = True
 
@@ -291,7 +290,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _streamed(value: Any) -> bool:
-    """Whether a state has an element for each of the parameter's."""
     return isinstance(value, Tensor) and value.dim() > 0
 
 

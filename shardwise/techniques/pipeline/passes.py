@@ -110,7 +110,6 @@ class Passes:
             enough(batch, microbatches, count)
 
     def shared(self, names: Sequence[str], used: Tensor) -> Tensor:
-        """Which of the named parameters any rank used."""
         return used if self.staging is None else self.staging.shared(names, used)
 
     def leave_out(self) -> bool:
@@ -190,7 +189,6 @@ class Passes:
         self.interrupted = False
 
     def _end(self, microbatches: Sequence[Microbatch]) -> None:
-        """End a run of a pipeline."""
         if self.staging is not None:
             self.data.end_run()
             self.staging.share_buffers(each.trace for each in microbatches)

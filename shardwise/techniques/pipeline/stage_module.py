@@ -61,7 +61,6 @@ class Staging:
 
     @property
     def begins(self) -> list[str]:
-        """The first layer of each stage after the first."""
         found = self.stages.layers.found.items()
         firsts = {stage: name for name, layer in reversed(found) for stage in layer.stages[:1]}
         return [firsts[stage] for stage in range(1, len(firsts))]

@@ -127,9 +127,7 @@ class LastStage(Protocol):
         """Take the result; returns the tensors from which the backward pass begins."""
         ...
 
-    def gradients(self, microbatch: Microbatch) -> Sequence[Tensor]:
-        """The gradients of `outputs`; called once."""
-        ...
+    def gradients(self, microbatch: Microbatch) -> Sequence[Tensor]: ...
 
 
 class StageUnits(Protocol):

@@ -145,6 +145,5 @@ def _own_cache() -> Iterator[None]:
 
 
 def _hooks(layer: nn.Module) -> bool:
-    """Whether a layer of the twin has forward hooks of the program."""
     tables = (module._forward_hooks.values() for module in layer.modules())
     return any(not isinstance(hook, Absent) for table in tables for hook in table)

@@ -57,7 +57,6 @@ _AGAIN: Final = ContextVar("again", default=False)
 
 
 def computes_again() -> bool:
-    """Whether this thread is in the second forward of a module."""
     return _AGAIN.get()
 
 
@@ -81,7 +80,6 @@ def recompute(
 
 
 def _copy(x: Any) -> Any:
-    """The object with the same tensors; itself, if it cannot be copied."""
     try:
         return copy.deepcopy(x, {id(t): t for t in leaves(x, Tensor, objects=True)})
     except (TypeError, ValueError, RuntimeError):

@@ -108,7 +108,6 @@ class HostedBlock:
         self.host.begin_backward(own)
 
     def stored(self) -> Iterator[Stored]:
-        """Its storages that autograd still needs."""
         yield from (stored for ref in self.kept if (stored := ref()) is not None)
 
 

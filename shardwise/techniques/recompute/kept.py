@@ -123,7 +123,6 @@ class _Replaying(TorchDispatchMode):
 
 
 def _is_kept(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> bool:
-    """Whether the output of this product is kept."""
     if func in _OF_ACTIVATIONS:
         a, b = (args[place] for place in _OF_ACTIVATIONS[func])
         return out.numel() <= a.numel() + b.numel()

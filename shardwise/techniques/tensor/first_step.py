@@ -235,7 +235,6 @@ def _require(
 
 
 def _rounds(device: torch.device) -> bool:
-    """Whether products of 32 bits are rounded to fewer."""
     return device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
 
 

@@ -94,7 +94,6 @@ class Style:
 
     @property
     def parts(self) -> int:
-        """The number of equal parts packed in the sharded features."""
         return int(self.by) if self.by.isdigit() else 1
 
 

@@ -180,7 +180,6 @@ class Microbatches:
         ]
 
     def count(self, batch: Any, idle: int = 0) -> int:
-        """How many of the microbatches of all data ranks have rows."""
         shares = self._rows(torch.empty(rows_of(batch)), self.data_ranks - idle)
         return sum(len(part) > 0 for own in shares for part in own)
 

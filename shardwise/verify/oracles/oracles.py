@@ -53,7 +53,6 @@ class Oracles:
 
     @property
     def unit(self) -> float:
-        """The unit roundoff of the 16-bit precision; 0 elsewhere."""
         return 0.0 if self.alone is None else torch.finfo(self.alone.dtype).eps / 2
 
 

@@ -175,7 +175,6 @@ Moments = dict[tuple[str, tuple[int, ...]], Tensor]
 
 
 def moments(engine: Engine) -> Moments:
-    """Copies of the first moments on this rank."""
     boxes = [box for box in engine.boxes() if box.name.startswith(_MOMENT)]
     return {(b.name.removeprefix(_MOMENT), b.offsets): b.tensor.detach().clone() for b in boxes}
 

@@ -267,7 +267,6 @@ def _file(engine: Engine) -> Promises:
 
 
 def _offloaded(units: Sequence[Unit], tier: Tier) -> Promises:
-    """Whether the states of all parameters rest on `tier`."""
     flats = [flat for unit in units for flat in unit.trained]
     left = sum(flat.moves.offload == tier for flat in flats)
     return _unequal(f"flat parameters with states on {tier}", left, len(flats))

@@ -204,7 +204,6 @@ class Flat:
             self.tiers.resize(self.full, 0)
 
     def rest(self) -> None:
-        """End `unshard_in_own_dtype`."""
         self.reshard()
         if self.full_in_own_dtype is not None:
             self.to_sharded()

@@ -96,7 +96,6 @@ def _ordinary() -> bool:
 
 
 def _watched(weight: nn.Parameter) -> bool:
-    """Whether the weight has gradient hooks besides ours."""
     return bool(weight._backward_hooks or others_after(weight))
 
 

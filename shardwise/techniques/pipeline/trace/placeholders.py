@@ -250,7 +250,6 @@ class StageLayers:
 
     @property
     def elsewhere(self) -> list[nn.Module]:
-        """The twin's layers whose real ones are on other ranks."""
         return [of.twin for of in self.standing if of.real is None]
 
     @cached_property
