@@ -156,7 +156,6 @@ def _allocator(device: "torch.device") -> dict[str, int]:
 
 
 def _event(title: str, event: Event) -> dict[str, Any]:
-    """The fields of an event; a prediction has no peak between events."""
     return {k: v for k, v in event._asdict().items() if k != "peak" or title == "measured"}
 
 

@@ -123,7 +123,6 @@ def page(text: str, folder: Path) -> str:
 
 
 def _picture(folder: Path, image: re.Match[str]) -> str:
-    """The picture in base64; nothing if it was not made."""
     file = folder / image[1]
     data = b64encode(file.read_bytes()).decode() if file.is_file() else ""
     return f'<img alt="{image[2]}" src="data:image/svg+xml;base64,{data}">' if data else ""
@@ -172,7 +171,6 @@ def _rows(summary: Summary, smoothed: float) -> list[tuple[str, str]]:
 
 
 def _headline(summary: Summary, smoothed: float) -> str:
-    """The loss, beside the loss of a model that learned nothing."""
     if summary.validation is None:
         return f"Training loss {smoothed:.3f} nats a token"
     far = _distance(summary.validation, summary.unigram)

@@ -260,6 +260,9 @@ CHANGES: dict[str, Change] = {
     ),
     "attention to 7 keys of another sequence": lambda x: sdpa(x, *[x.new_zeros(4, 7, 8)] * 2),
     r"attention of queries \[1, 1, 4, [67], 32\]": lambda x: sdpa(*[x[None, None]] * 3)[0, 0],
+    "this rank's [67] positions with a tensor of all 13": lambda x: (
+        x + torch.ones(1, LENGTH, WIDTH, dtype=x.dtype)
+    ),
     "dropout of 0.5": lambda x: sdpa(x, x, x, dropout_p=0.5),
 }
 

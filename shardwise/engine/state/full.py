@@ -204,7 +204,6 @@ def _send_all(boxes: Sequence[Box], axis: Axis, device: torch.device) -> None:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """A contiguous tensor as bytes, since some transports do not support every dtype."""
     return x.view(-1).view(torch.uint8)
 
 

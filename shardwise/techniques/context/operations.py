@@ -12,6 +12,7 @@ softmax over positions, a slice of the positions.
 """
 
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -123,15 +124,22 @@ class OwnPositions(TorchFunctionMode):
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)
         error, trace = cast("Any", raised[1:])
-        padded = self.of is not None and self.of.marker is not None
-        frames = [frame for frame, _ in walk_tb(trace)] if padded else []
-        where = frames[-1].f_globals["__name__"] if frames else ""
-        if isinstance(error, Exception) and where.startswith("transformers.models"):
+        if self.of is None or not isinstance(error, Exception) or isinstance(error, InputError):
+            return
+        *_, frame = [frame for frame, _ in walk_tb(trace)]
+        where = frame.f_globals.get("__name__", "")
+        sizes = {*re.findall(r"tensor . \((\d+)", str(error))}
+        if sizes == {str(self.of.numel), str(self.of.cut.length)}:
+            raise bad(
+                f"this rank's {self.of.numel} positions with a tensor of all {self.of.cut.length}",
+                "a table of positions that is cut to those of its input",
+                "x + self.positions[:, : x.shape[1]]",
+            ) from error
+        if self.of.marker is not None and where.startswith("transformers.models"):
             raise bad(
                 f"a model that fails in {where} ({type(error).__name__}: {error}) under cp, which "
                 "keeps its attention_mask aside for the attention of all ranks",
-                "a model that computes nothing else of the mask; position_ids that are in the "
-                "batch",
+                "a model that computes nothing else of the mask; position_ids in the batch",
                 "rows that are padded on the right, with labels of -100 and without the mask",
             ) from error
 

@@ -138,7 +138,6 @@ def _by_heads(key: str, style: str) -> str:
 
 
 def _base(model: nn.Module) -> str:
-    """The name of the submodule without the head; "" for a model without a head."""
     base = getattr(model, "base_model_prefix", "")
     return base if base and isinstance(getattr(model, base, None), nn.Module) else ""
 

@@ -185,7 +185,6 @@ def _results(placed: _Placed) -> Iterator[_Fault]:
 
 
 def _plain(name: str) -> str:
-    """The name of a wrapped layer is its wrapper's."""
     return _ADAPTER.sub("", name)
 
 

@@ -380,7 +380,6 @@ def _bounds(engine: Engine, uses: Uses, *, trains: bool) -> Bounds:
 
 
 def _columns(plan: Plan, flat: Flat) -> Sequence[str]:
-    """The letters of parameter, gradient and optimizer state in the row of its word."""
     words = _words(plan, flat)
     letters = zip("RPR", SHARDED.get(words, ()), strict=False)
     return [("S" if cut else own) for own, cut in letters] or words.removeprefix("row:").split(",")
