@@ -148,7 +148,6 @@ def _peaks(seen: StepMeter, events: Sequence[Event]) -> dict[str, tuple[int, int
 
 
 def _gathered_most(engine: Engine) -> int:
-    """The bytes of the units that may be gathered at once."""
     stay, others = 0, list[int]()
     for unit in engine.data.units.order:
         flats = [flat for flat in unit.groups if flat.reshards]

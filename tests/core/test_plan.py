@@ -129,7 +129,7 @@ def test_bad_words(text: str, instead: str):
 
 
 def test_everything_is_answered_at_once():
-    """One reading answers every bad word, or offers all; then every problem of a plan is told."""
+    """One error lists all unknown words of a plan, and another all of its contradictions."""
     with pytest.raises(InputError) as caught:
         Plan.parse("dp0 zero1 zero2 accumulate:x bf61 fp9 tp2")
     lines = str(caught.value).splitlines()

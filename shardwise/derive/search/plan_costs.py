@@ -208,7 +208,6 @@ class PlanCosts:
         raise AssertionError("full recomputation is the last")
 
     def _counts(self, plan: Plan) -> Counts:
-        """The blocks of each stage; of the model without a pipeline."""
         if plan.pipeline is None:
             return (self.model.blocks.number if self.model.blocks else 0,)
         size = allowed(plan.pipeline, plan.mesh.size_of(PIPELINE))[1]

@@ -1,10 +1,9 @@
-"""Puts back what a call that the program did not ask for leaves in it: a trace, or a comparison.
+"""Undoes the side effects of calls that the program did not ask for: traces and comparisons.
 
-random numbers    of Python and NumPy, and of generators that functions hold; torch's are kept
-by unchanged.py
-variables         that functions close over, or read from their modules and classes
-what they hold    lists, dicts, sets, tensors, and attributes of the program's objects, also one
-in the other; a cache of functools is cleared
+Restored are the states of random generators (Python's, NumPy's, and those that functions hold;
+unchanged.py restores torch's own), variables that functions close over or read from their modules
+and classes, and the lists, dicts, sets, tensors and objects of the program in them. Caches of
+functools are cleared.
 """
 
 import random
@@ -13,27 +12,31 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
+from functools import _lru_cache_wrapper, partial
 from types import FunctionType, ModuleType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.core.tools.tree import PLAIN
 from shardwise.techniques.data.doubts import installed, layers_of, read_by
 
-#: Of a list, dict or tensor that is looked into.
+#: The most items of a container that is searched, objects in all, and elements of tensors in all.
 _MOST_ITEMS: Final = 4096
-_MOST_ELEMENTS: Final = 2**22
+_MOST_OBJECTS: Final = 2**14
+_MOST_ELEMENTS: Final = 2**24
 _CONTAINERS: Final = list | dict | set | deque
+#: The attributes that every module has.
+_OF_MODULES: Final = {*vars(nn.Module())}
 
 
 @contextmanager
 def as_before(
     functions: Iterable[Any], *models: nn.Module, seed: int | None = None
 ) -> Iterator[None]:
-    """At the end, what `functions` and the forwards of `models` hold is as it is now. Attributes of
-    models are not among it: such calls are on copies of them.  Inside, Python and NumPy draw from
-    `seed` on.
+    """Restore at the end what `functions` and the forwards of `models` hold. Attributes of the
+    models stay as they are: the calls run on copies. With `seed`, Python and NumPy are seeded.
     """
     with ExitStack() as stack:
         modules = [module for model in models for module in model.modules()]
@@ -53,20 +56,21 @@ def as_before(
 
 
 class _Held:
-    """Notes on `stack` how each object that is found is put back; `seen` are not looked into."""
+    """Registers on `stack` how to restore each object that is found; `seen` are ids to skip."""
 
     def __init__(self, stack: ExitStack, seen: set[int]) -> None:
         self.stack, self.seen = stack, seen
         self.kept = list[Any]()  # so that no other object gets the id of one that was seen
+        self.elements = 0  # of the tensors that are copied
 
     def note(self, x: Any, owner: type | None = None) -> None:
-        """Note an object and what it holds; `owner`: the class whose forward a function is."""
-        if id(x) in self.seen:
+        """Register an object and what it holds; `owner`: the class whose forward a function is."""
+        if isinstance(x, PLAIN) or id(x) in self.seen or len(self.kept) == _MOST_OBJECTS:
             return
         self.seen.add(id(x))
         self.kept.append(x)
-        if callable(clear := getattr(x, "cache_clear", None)):
-            self.stack.callback(clear)
+        if isinstance(x, _lru_cache_wrapper):
+            self.stack.callback(x.cache_clear)
         if (generator := _generator(x)) is not None:
             self.stack.callback(*generator)
         elif isinstance(x, Tensor):
@@ -80,7 +84,9 @@ class _Held:
             self._attributes(x)
 
     def _tensor(self, x: Tensor) -> None:
-        if not isinstance(x, nn.Parameter) and not x.is_meta and x.numel() <= _MOST_ELEMENTS:
+        fits = self.elements + x.numel() <= _MOST_ELEMENTS
+        if fits and not isinstance(x, nn.Parameter) and not x.is_meta:
+            self.elements += x.numel()
             self.stack.callback(_written, x, x._version, x.detach().clone())
 
     def _container(self, x: Any) -> None:
@@ -91,8 +97,9 @@ class _Held:
                 self.note(each)
 
     def _function(self, x: Any, owner: type | None) -> None:
-        held = getattr(x, "__self__", None), getattr(x, "args", ()), getattr(x, "keywords", {})
-        self.note([held[0], *held[1], *held[2].values()])
+        self.note(getattr(x, "__self__", None))
+        if isinstance(x, partial):
+            self.note((x.args, x.keywords))
         if not hasattr(x, "__code__") and not _foreign(type(x)):
             self._attributes(x)
             x, owner = type(x).__call__, type(x)
@@ -112,12 +119,12 @@ class _Held:
                 self.note(value)
 
     def _attributes(self, x: Any) -> None:
-        """Those of an object of the program; of a module those that the program gave it."""
+        """Register the attributes of an object, without those that every module has."""
         modules = [*x.modules()] if isinstance(x, nn.Module) else []
         self.seen |= {id(module) for module in modules}
         tables = [table for m in modules for table in (vars(m), m._buffers)]
         for table in tables or [getattr(x, "__dict__", {})]:
-            mine = {name: value for name, value in table.items() if _given(name)}
+            mine = {name: value for name, value in table.items() if name not in _OF_MODULES}
             self.stack.callback(_renamed, table, mine)
             for value in mine.values():
                 self.note(value)
@@ -129,28 +136,24 @@ def _written(x: Tensor, version: int, before: Tensor) -> None:
 
 
 def _generator(x: Any) -> tuple[Any, ...] | None:
-    """A call that sets a generator of random numbers to its state now; None for other objects."""
+    """The call that restores a random generator to its present state; None for other objects."""
     if isinstance(x, torch.Generator):
         return x.set_state, x.get_state()
     if isinstance(x, random.Random) or x is random:
         return x.setstate, x.getstate()
-    if hasattr(x, "bit_generator") and not isinstance(x, ModuleType):  # NumPy's
+    if type(x).__module__.startswith("numpy.random") and hasattr(x, "bit_generator"):
         return setattr, x.bit_generator, "state", x.bit_generator.state
     return None
 
 
-def _given(name: str) -> bool:
-    return not name.startswith("_") and name != "training"
-
-
 def _renamed(table: dict[str, Any], before: dict[str, Any]) -> None:
-    for name in [name for name in table if _given(name) and name not in before]:
+    for name in [name for name in table if name not in _OF_MODULES and name not in before]:
         del table[name]
     table.update(before)
 
 
 def _foreign(kind: type) -> bool:
-    """Whether a class is of Python, of a library, or ours."""
+    """Whether a class belongs to Python, a library, or this package."""
     module = sys.modules.get(kind.__module__)
     package = kind.__module__.partition(".")[0]
     path = getattr(module, "__file__", None) or ""

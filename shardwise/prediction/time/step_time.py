@@ -196,7 +196,6 @@ def _mean(of: Sequence[Span]) -> Span:
 
 
 def _hop_s(issued: Sequence[Issued], network: Network) -> float:
-    """The seconds of the largest message of a rank to another stage."""
     sent = (each for each in issued if isinstance(each, Begun))
     own = (each for each in sent if each.key[:2] == (PIPELINE, "send"))
     most = max(own, key=lambda each: each.sent_bytes, default=None)

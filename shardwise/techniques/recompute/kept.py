@@ -142,7 +142,6 @@ def _storage(x: Tensor) -> int:
 
 
 def _alias(x: Tensor) -> Tensor:
-    """`x` detached: with its graph it would keep itself alive."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return x.detach()
 
