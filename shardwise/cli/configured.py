@@ -91,7 +91,7 @@ class PlannedModel:
     def options(
         self, trainable: "Trainable", table: "Table | Mapping[str, str] | None", device: str
     ) -> "EngineOptions":
-        """Those of the run, or of a proof; with the kernels of a device."""
+        """The options of a run's engine, or of a proof's, with the kernels of a device."""
         from shardwise.train.model import options_of_run
         from shardwise.verify import parity
         from shardwise.verify.inputs import Options

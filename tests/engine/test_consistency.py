@@ -402,7 +402,7 @@ def reads_of_its_own(world: World) -> None:
 
 @pytest.mark.parametrize("name", ["step", "evaluate"])
 def test_a_loss_that_calls_its_engine_is_refused(name: str):
-    """In one paragraph, and not by a recursion without end."""
+    """It gets one clear error, not a RecursionError."""
 
     def loss(_: nn.Module, x: Tensor) -> Tensor:
         return getattr(engine, name)(x)
@@ -413,7 +413,7 @@ def test_a_loss_that_calls_its_engine_is_refused(name: str):
 
 
 def test_parameters_of_a_loss_alone_are_named(recwarn: pytest.WarningsRecorder):
-    """Those that get a gradient, which no step of the engine sums or updates; no teacher's."""
+    """The warning names a criterion's parameters, not those of a teacher under no_grad."""
     criterion, teacher = nn.Linear(4, 1), nn.Linear(4, 4)
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:

@@ -270,14 +270,14 @@ def remembered(world: World, plan: str) -> tuple[list[float], int]:
 
 @pytest.mark.parametrize("plan", ["pp2 naive", "tp2"])
 def test_traces_and_comparisons_leave_a_loss_as_it_was(plan: str):
-    """What it draws, counts and keeps in each step is what it would in one process."""
+    """A loss draws, counts and keeps in each step the same as in one process."""
     ((losses, calls),) = run_threads(1, remembered, "dp1")
     for found, called in run_threads(2, remembered, plan):
         assert found == pytest.approx(losses, rel=1e-10) and called == calls == 3
 
 
 def test_what_a_call_leaves_is_undone():
-    """In variables, caches, and the random numbers of Python and NumPy."""
+    """Variables, caches, and the random states of Python and NumPy are restored."""
     draw: Any = np.random.random_sample
     loss, python, numpy = Remembering(), random.getstate(), draw.__self__.get_state()[2]
     before, calls = loss.average.clone(), COUNTED["calls"]

@@ -228,7 +228,7 @@ class ConsistencyCheck:
         return iter(arrived)
 
     def _warn_of_others(self) -> None:
-        """Warn of parameters that the loss holds and trains, and the engine does not have."""
+        """Warn of parameters that get a gradient and belong to the loss, not to the model."""
         own = {id(p) for _, p in self.same.doubts.params}
         layers = layers_of(self.same.doubts.functions.get("loss"))
         read = chain.from_iterable(read_by(layer).items() for layer in layers)

@@ -64,9 +64,9 @@ class OwnPositions(TorchFunctionMode):
         self.of: Sequences | None = None
         self.parts: Sequence[Sequences] = ()
         self.own_mean = False
-        #: tensors that modules keep, and the length in whose pass they were made; 0: before any
+        #: tensors that modules keep, and the sequence length of the pass that made them; 0: earlier
         self.kept: dict[int, tuple[ref[Tensor], int]] = {}
-        self.looked = dict[int, int]()  # by model, the length of the pass in which it was looked at
+        self.looked = dict[int, int]()  # by id of a model, the length when it was last searched
         self.handlers: dict[Any, Callable[..., Any]] = {
             F.scaled_dot_product_attention: self._attention,
             F.multi_head_attention_forward: self._multihead,
@@ -84,7 +84,7 @@ class OwnPositions(TorchFunctionMode):
                 self._require_tables(0)
 
     def _require_tables(self, length: int) -> None:
-        """Raise InputError if a module still has what it made of the positions of other lengths."""
+        """Raise InputError for a tensor that a module keeps from a batch of another length."""
         if self.model is None or self.looked.get(id(self.model)) == length:
             return
         self.looked[id(self.model)] = length

@@ -113,7 +113,7 @@ class Passes:
         return used if self.staging is None else self.staging.shared(names, used)
 
     def leave_out(self) -> bool:
-        """A step ends without its update; whether some stages have updated before."""
+        """End a step without its update; return whether some stages have already updated."""
         self.interrupted |= self.stale is not None
         return self.stale is not None
 
@@ -177,7 +177,7 @@ class Passes:
 
     @contextmanager
     def _whole_run(self) -> Iterator[None]:
-        """Around a run; raises after an interrupted one, whose messages may still arrive."""
+        """The context of a run. Raises RunError after an interrupted run, which left messages."""
         if self.interrupted and self.axis.size > 1:
             raise RunError(
                 "The previous run of the schedule was interrupted, and its messages could be "

@@ -184,9 +184,7 @@ class HostActivations:
             self.running = None
 
     def begin_backward(self, needed: Iterable[Stored]) -> None:
-        """Fetch the `needed` storages; free copies that no later pass reads. If a backward pass has
-        two halves, autograd keeps its graph until the second.
-        """
+        """Fetch the `needed` storages; free copies that no later backward pass reads."""
         needed = list(needed)
         for stored in set(self.fetched).difference(needed):
             if len(stored.blocks) == 1:
