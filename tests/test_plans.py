@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.core.plan.plan import WORDS, Plan
+from shardwise.core.plan.plan import WORDS
 from shardwise.engine.state.box import Box
 from shardwise.techniques.offload.word import WHAT
 from shardwise.techniques.recompute.word import PARTITIONED_WORDS
@@ -16,7 +16,7 @@ from shardwise.verify.difference import tensor_errors
 from shardwise.verify.finding import BoxPlace, Errors
 from tests import covering
 from tests.plan_runs import Run, run_in_16_bits, run_of, runner
-from tests.plans import CANONICAL, ELSEWHERE, EQUAL_16, LONG, ON_PROCESSES, every_plan
+from tests.plans import CANONICAL, ELSEWHERE, EQUAL_16, FEW_16, LONG, ON_PROCESSES, every_plan
 from tests.pool import run_gloo
 
 IN_16_BITS = [
@@ -34,8 +34,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         raise pytest.UsageError("--device cuda on a machine without a GPU that PyTorch sees")
     run_by = partial(runner, device)
     pairs = [(plan, word) for plan, words in EQUAL_16.items() for word in words]
-    few = {plan: words for plan, words in EQUAL_16.items() if Plan.parse(plan).size <= 2}
-    core = {p for plan, words in few.items() for p in (plan, *(f"{plan} {w}" for w in words[:1]))}
+    core = {p for plan in FEW_16 for p in (plan, *(f"{plan} {w}" for w in EQUAL_16[plan][:1]))}
     core |= ON_PROCESSES
     table = [plan for name, plans in CANONICAL.items() if name != LONG for plan in plans]
     again = [plan for plan in [*table, *CANONICAL[LONG]] if plan not in ON_PROCESSES]

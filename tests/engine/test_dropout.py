@@ -177,13 +177,13 @@ def gradients(world: World, plan: str, recompute: bool) -> dict[str, Tensor]:
 AGAIN = [
     *((plan, "") for plan in ("tp2", "tp2 sp", "pp2 tp2 1f1b:2", "pp2 tp2 sp zb-v:4")),
     *(
-        ("pp2 tp2 sp zb-v:4", f"recompute:{how}")
-        for how in ("full", "selective", "blocks.*.stream")
+        (f"tp2{sp}", word)
+        for sp in (" sp", "")
+        for word in ("recompute:selective", "recompute:partitioned-host", "activations:host")
     ),
     *(
-        (f"tp2{sp}", word)
-        for sp in ("", " sp")
-        for word in ("recompute:selective", "recompute:partitioned-host", "activations:host")
+        ("pp2 tp2 sp zb-v:4", f"recompute:{how}")
+        for how in ("full", "selective", "blocks.*.stream")
     ),
 ]
 

@@ -105,7 +105,7 @@ def build(name: str, options: dict[str, Any]) -> Any:
     return adapted(name, **options), loss_fn, text
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", ["tp2 sp", "dp2 zero3"])
 @pytest.mark.parametrize(
     ("name", "options"),

@@ -29,7 +29,7 @@ from tests.engine.cases import (
     text,
 )
 from tests.engine.loops import rows
-from tests.engine.tensors import assert_counted, equals_one, gpt_task, holds, mine, train
+from tests.engine.tensors import assert_counted, equals_one, gpt_task, holds, mine, run, train
 from tests.engine.test_state import ADAFACTOR, LION, MUON
 from tests.engine.zoo import DECAY, Gated, dims, gated, make
 from tests.pool import run_threads
@@ -268,7 +268,7 @@ def test_sparse_adam_updates_what_any_rank_looked_up():
 def test_an_engine_calls_such_a_class_once_in_a_step(plan: str):
     """Whatever the number of units; its pieces are sent to no owner."""
     case = Case(plan, kind=Elementwise, options={"elementwise": True}, steps=2)
-    for held in run_threads(2, train, STACK, case):
+    for held in run_threads(2, run, STACK, case):
         assert not [key for key in held.lines if key.kind == "all_to_all"]
     if "bf16" not in plan:
         equals_one(run_threads, STACK, case)
@@ -317,7 +317,7 @@ def test_masters(plan: str, optimizer: dict[str, Any]):
 
 def test_owners_have_equally_much():
     """The formula of the page: N (n-1)/n^2 elements of gradient, and of weight there and back."""
-    ranks = run_threads(4, train, gpt_task(), Case("dp4 zero2 fp64", kind=Lamb, options={}))
+    ranks = run_threads(4, run, gpt_task(), Case("dp4 zero2 fp64", kind=Lamb, options={}))
     sent = [held.lines[Key("dp", "all_to_all", "update")].elements for held in ranks]
     numel = sum(p.numel() for p in gpt_task().make().parameters())
     assert sum(sent) == pytest.approx(3 * numel * 3 / 4, rel=0.1)

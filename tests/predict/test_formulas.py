@@ -231,14 +231,14 @@ def test_tokens_that_stay_on_their_rank_send_nothing():
 
 @pytest.mark.parametrize("name", ["topk", "expert-choice"])
 def test_a_prediction_stores_little_for_each_rank(name: str):
-    """Of sixteen thousand ranks the numbers that all of them gather."""
+    """Of two thousand ranks the numbers that all of them gather."""
     model, rows = moe.model(name).to("meta"), moe.batch(name, 2, 0)
-    found = predict(model, "dp16384 ep2 zero3", rows, loss=moe_loss)
+    found = predict(model, "dp2048 ep2 zero3", rows, loss=moe_loss)
     tracemalloc.start()
     assert found.bytes and found.memory
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak_bytes < 2**26
+    assert peak_bytes < 2**23
 
 
 class Choosing(nn.Module):

@@ -18,7 +18,7 @@ from shardwise.observe.meter import Meter
 from shardwise.techniques.recompute.apply import KEPT, Foreseen, Recomputation
 from tests.pool import run_threads
 
-LAYERS = 6
+LAYERS = 4
 
 
 SIZES: dict[str, Any] = {"width": 64, "heads": 8, "kv_heads": 4, "hidden": 96, "sequence": 16}
