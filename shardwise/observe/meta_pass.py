@@ -83,7 +83,7 @@ class ToMeta(TorchDispatchMode):
         return out
 
     def _result(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        on_meta = {x.is_meta for x in work.call_tensors((args, kwargs))}
+        on_meta = {x.is_meta for x in work.call_tensors((*args, *kwargs.values()))}
         if True in on_meta:
             if self.strict and func._schema.is_mutable and not args[0].is_meta:
                 raise RuntimeError(f"{func}: unknown values written to a known tensor")

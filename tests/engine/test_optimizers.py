@@ -89,19 +89,6 @@ def test_a_first_gradient_beside_momenta(words: str):
     equals_one(run_threads, task, case)
 
 
-def test_a_gradient_is_missing_after_others_had_one():
-    """Parameters that were updated as one tensor are updated apart, with the states they had."""
-
-    def build() -> nn.Module:
-        model = settled(Gated())
-        del model.never
-        return model
-
-    kind, options = OPTIMIZERS["RMSprop"]
-    case = Case("dp2 fp64", units=2**20, kind=kind, options=options)
-    equals_one(run_threads, rows_task(build, gated), case)
-
-
 RESETS: dict[str, Any] = {
     "cleared": lambda optim, _: optim.state.clear(),
     "read": lambda optim, p: optim.state[p]["step"].item(),
