@@ -22,7 +22,7 @@ from shardwise.train import config
 from shardwise.train.metrics import Record, tags
 from shardwise.train.prepare import RunStart
 from tests.pool import run_threads
-from tests.train.runs import run, settings
+from tests.train.runs import changed, run, settings
 
 Values = dict[str, dict[int, float]]
 
@@ -156,12 +156,7 @@ def test_a_tracker_that_is_not_installed_says_how_to_install_it(
 
 def tracked(folder: Path, *trackers: str) -> config.Config:
     """A run of seven steps, evaluated after 3, 6 and 7, with these trackers."""
-    given = settings(folder)
-    return given.model_copy(update={"run": given.run.model_copy(update={"trackers": trackers})})
-
-
-def longer(given: config.Config) -> config.Config:
-    return given.model_copy(update={"train": given.train.model_copy(update={"steps": 8})})
+    return changed(settings(folder), "run", trackers=trackers)
 
 
 def wanted(records: Sequence[Record]) -> Values:
@@ -218,7 +213,7 @@ def test_wandb_gets_the_same_numbers_offline(tmp_path: Path, monkeypatch: pytest
         configured |= {e.key: json.loads(e.value_json) for e in each.run.config.update}
     assert found == wanted(records)
     assert configured["train"]["steps"] == 7
-    run(longer(given), start=RunStart(resume=True))
+    run(changed(given, "train", steps=8), start=RunStart(resume=True))
     runs = [path.name for path in (tmp_path / "run/wandb").glob("offline-run-*")]
     assert {name.rpartition("-")[2] for name in runs} == {file.stem.removeprefix("run-")}
 
@@ -243,7 +238,7 @@ def test_mlflow_gets_the_same_numbers_from_a_local_store(
     assert found == wanted(records)
     assert (made.info.run_name, made.info.status) == ("run", "FINISHED")
     assert made.data.params["train.steps"] == "7"
-    run(longer(given), start=RunStart(resume=True))
+    run(changed(given, "train", steps=8), start=RunStart(resume=True))
     (again,) = client.search_runs([experiment.experiment_id])
     assert len(client.get_metric_history(again.info.run_id, "loss/train")) == 8
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -245,7 +246,7 @@ def of_a_loop(world: World, odd: bool, what: str) -> None:
 
 def of_an_engine(world: World, odd: bool, what: str) -> None:
     """An engine whose odd rank does something else in the step `CHANGED`, and then saves."""
-    plan = "tp2" if "batch" in what or "frozen" in what else "dp2"
+    plan = "tp2" if what.startswith(("batch", "frozen", "loss", "gradient")) else "dp2"
     table = {"0": "colwise", "1": "rowwise"} if plan == "tp2" else None
     engine = sw.parallelize(model(), plan, world, loss=loss, table=table, check_every=4)
     for step in range(CHANGED + 2):
@@ -254,6 +255,10 @@ def of_an_engine(world: World, odd: bool, what: str) -> None:
             engine.model.get_parameter("0.weight" if now else "1.bias").requires_grad_(False)
         if now and what == "mode":
             engine.model.eval()
+        if now and what == "loss":
+            engine.training = replace(engine.training, loss=lambda m, x: 1.5 * loss(m, x))
+        if now and what == "gradient":
+            engine.model.get_parameter("1.bias").register_hook(triple)
         if now and what == "states":
             engine.optimizer.state.clear()
         if now and what == "weights":
@@ -283,12 +288,14 @@ def of_an_engine(world: World, odd: bool, what: str) -> None:
         (of_a_loop, "scaler", "the scale of the gradient scaler on data rank 1: 512.0"),
         (of_a_loop, "dropped", "set to None before a step of the optimizer on data rank 1: ['0.bi"),
         (of_a_loop, "states", "changes of the states of the AdamW on data rank 1: True"),
+        (of_an_engine, "gradient", "the gradient of 1.bias"),
         (of_an_engine, "autocast", "torch.autocast in the forward pass on data rank 1: 'torch.bf"),
         (of_an_engine, "dtype", "of another dtype on other data ranks"),
         (of_an_engine, "states", "missing states of engine.optimizer on data rank 1: True"),
         (of_an_engine, "mode", "training of 0 on data rank 1: False"),
         (of_an_engine, "weights", "1.weight on data rank 1, whose norm"),
         (of_an_engine, "batch", "a batch on rank 1 of the tp axis"),
+        (of_an_engine, "loss", "a loss that differs"),
         (of_an_engine, "frozen before step 1", "no gradient of 1.bias on rank 1 of the tp axis"),
         (of_an_engine, "frozen before step 3", "requires_grad of 0.weight on tp rank 1: False; on"),
         (of_an_engine, "batch of the evaluation", "a batch on rank 1 of the tp axis"),
