@@ -33,8 +33,8 @@ from shardwise.engine.predict import predict_with
 from shardwise.models.gpt import GPT, GPTConfig, loss
 from shardwise.prediction.cluster import PRESETS, Cluster
 from shardwise.prediction.prediction import Prediction
-from tests.house import ROOT
 from tests.train.runs import ended, printed
+from tests.verify import small
 
 CONFIG = GPTConfig(512, 4, 64, heads=4, kv_heads=4, hidden=192, sequence=64)
 OPTIONS = EngineOptions(loss=loss, clip=1.0, least_unit_bytes=0, kernels="cuda")
@@ -312,7 +312,7 @@ def test_equal_blocks_share_their_class_shapes_and_numbers() -> None:
 
 # --- the command ----------------------------------------------------------------------------------
 
-MODEL = f"{ROOT / 'tests/verify/small.py'}:build"
+MODEL = f"{small.__file__}:build"
 TASK = ["search", "--model", MODEL, "--cluster", "h100-sxm", "--ranks", "2"]
 
 

@@ -28,7 +28,7 @@ from shardwise.verify.parity import engine_of, prove
 from shardwise.verify.report import Report, report
 from tests.engine.cases import settled
 from tests.pool import run_threads
-from tests.verify import micro
+from tests.verify import micro, small
 
 
 def shortly(
@@ -237,38 +237,15 @@ def test_a_plan_holds_on_gpus():
     assert verify("dp2 zero3 fp32", steps=1, device="cuda").holds
 
 
-OWN = """
-import torch
-from torch import nn
-
-def between(inner):
-    model = nn.Sequential(nn.Linear(6, 6), inner, nn.Linear(6, 6))
-    return model, lambda model, x: model(x).mean(), lambda rows, _: torch.ones(rows, 6)
-
-def norm():
-    return between(nn.BatchNorm1d(6))
-
-def drop():
-    return between(nn.Dropout(0.5))
-"""
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> str:
-    path = tmp_path / "own.py"
-    path.write_text(OWN)
-    return str(path)
-
-
 def test_dropout_is_set_to_zero_and_the_report_says_so(
-    own: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """A model with dropout holds without it; the note stands under the table, beside the JSON."""
     said = "Dropout (1) was set to 0 on both sides of the comparison"
     in_process = lambda args, _, *, fork: run_threads(1, prove, *args[:4])  # noqa: E731, ARG005
     monkeypatch.setattr("shardwise.verify.command._on_new_ranks", in_process)
     monkeypatch.setattr(memory, "READ_AFTER", (1,))
-    found = verify("dp1", f"{own}:drop", 1)
+    found = verify("dp1", f"{small.__file__}:drop", 1)
     monkeypatch.setattr("shardwise.cli.verify.verify", lambda *_, **_more: found)
     for json_too in (False, True):
         with pytest.raises(typer.Exit) as leaving:
@@ -279,10 +256,10 @@ def test_dropout_is_set_to_zero_and_the_report_says_so(
 
 
 @pytest.mark.full
-def test_a_rank_that_batch_norm_refuses_is_told_why(own: str):
+def test_a_rank_that_batch_norm_refuses_is_told_why():
     """With one row on a rank torch has no statistics: the reason is given, and no traceback."""
     with pytest.raises(RunError, match=r"has batch norm \(1\), whose statistics") as error:
-        verify("dp2", f"{own}:norm", 1)
+        verify("dp2", f"{small.__file__}:norm", 1)
     assert "Rank 1 could not continue: ValueError: Expected more than 1 value" in str(error.value)
     assert "Traceback" not in str(error.value)
 

@@ -25,6 +25,7 @@ from shardwise.verify.finding import Costs, Finding
 from shardwise.verify.inputs import Options, table_in
 from shardwise.verify.parity import build_options
 from tests.train.runs import ended
+from tests.verify import small
 
 STYLES = {"0": "colwise", "2": "rowwise"}
 
@@ -237,64 +238,26 @@ def test_what_is_no_model_or_batch_is_refused_in_a_paragraph(
     assert len(str(error.value).splitlines()) == 1
 
 
-ASKS = """
-import torch
-from torch import nn
-
-def batch(rows, seed):
-    return torch.ones(rows, 6)
-
-class Asks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x):
-        hidden = self.first(x)
-        return self.second(hidden) * hidden.sum().item()
-
-def mean(model, x):
-    return model(x).mean()
-
-def asks():
-    return Asks(), mean, batch
-
-def narrow():
-    return Asks(), mean, lambda rows, seed: torch.ones(rows, 7)
-
-def one_feature():
-    model = nn.Sequential(nn.Linear(6, 1), nn.Linear(1, 6))
-    model.tensor_table = {"0": "colwise", "1": "rowwise"}
-    return model, mean, batch
-"""
-
-
 @pytest.mark.parametrize(
     ("plan", "build", "said"),
     [
-        ("dp2", "narrow", r"shapes cannot be multiplied \(2x7 and 6x6\) \(own\.py, line 14\)"),
+        ("dp2", "narrow", r"shapes cannot be multiplied \(2x7 and 6x6\) \(small\.py, line \d+\)"),
         ("tp2", "one_feature", "0, which has 1 output features, on 2 ranks"),
     ],
 )
-def test_an_error_of_a_file_is_answered_with_its_line(
-    plan: str, build: str, said: str, tmp_path: Path
-):
+def test_an_error_of_a_file_is_answered_with_its_line(plan: str, build: str, said: str):
     """Before any rank starts."""
-    (tmp_path / "own.py").write_text(ASKS)
     with pytest.raises(InputError, match=said):
-        verify(plan, f"{tmp_path}/own.py:{build}")
+        verify(plan, f"{small.__file__}:{build}")
 
 
 @pytest.mark.full
-def test_what_only_a_rank_finds_is_answered_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_what_only_a_rank_finds_is_answered_once(capsys: pytest.CaptureFixture[str]):
     """Each rank refuses the model: the command says it once, without traceback, and ends with 2."""
-    (tmp_path / "own.py").write_text(ASKS)
-    code, _, said = ended(capsys, "verify", "pp2", "--model", f"{tmp_path}/own.py:asks")
+    code, _, said = ended(capsys, "verify", "pp2", "--model", f"{small.__file__}:asks")
     assert code == 2
     assert re.match(
-        r"Given: item of a tensor that comes from sum after .*, in own\.py:15: it reads values",
+        r"Given: item of a tensor that comes from sum after .*, in small\.py:\d+: it reads values",
         said,
     )
     assert said.count("Write instead:") == 1
