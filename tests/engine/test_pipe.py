@@ -19,7 +19,7 @@ import shardwise as sw
 from shardwise.comm.world import World, alone, traced
 from shardwise.core.errors import InputError, RankError
 from tests.engine.cases import settled
-from tests.pool import run_threads
+from tests.pool import run_gloo, run_threads
 
 SCHEDULES = ["gpipe", "1f1b", "dapple", "zb-h1"]
 LOOPED = ["interleaved", "bfs", "zb-v", "dualpipe-v"]
@@ -127,9 +127,8 @@ def skipping(model: nn.Module) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Output, integer output, and the gradients of what stands before the pipe and of its own."""
     before = settled(nn.Linear(16, 16).double())
     mask = functional.one_hot(torch.arange(9) % 16, 16).double()
-    with parametrize.cached():  # has one value for a module and its copies
-        found = model(before(rows(9)), mask=mask, scale=3.0)
-        (found.out * rows(9, 1)).sum().backward()
+    found = model(before(rows(9)), mask=mask, scale=3.0)
+    (found.out * rows(9, 1)).sum().backward()
     assert not found.more.places.requires_grad
     grads = [p.grad for p in [before.weight, *dict(model.named_parameters()).values()]]
     return found.out.detach(), found.more.places, grads
@@ -154,6 +153,16 @@ def test_a_forward_of_ones_own():
         for name, grad in zip(own, grads, strict=True):
             known = name.replace("head.weight", "embed.weight")
             torch.testing.assert_close(grad, whole[names.index(known)])
+
+
+def cached(world: World) -> Tensor:
+    with parametrize.cached():  # has one value for a module and its copies, and for all threads
+        return skipping(sw.Pipe(settled(Skips().double()), 4, ["body"], world=world))[0]
+
+
+def test_a_parametrization_that_a_program_caches():
+    for found in run_gloo(2, cached):
+        torch.testing.assert_close(found, skipping(settled(Skips().double()))[0])
 
 
 class Padded(nn.Module):
