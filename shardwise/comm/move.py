@@ -308,9 +308,11 @@ def begin_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending[Tensor]:
 
 
 def broadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
-    """Overwrite `x` with that of rank `root`, which sends it n-1 times; returns `x`."""
-    if axis.size > 1:
-        axis.transport.broadcast(x.view(-1), root).wait()
+    """Overwrite contiguous `x` with that of rank `root`, which sends it n-1 times; returns `x`.
+    It is sent as bytes, since gloo does not know every dtype.
+    """
+    if axis.size > 1 and x.numel():
+        axis.transport.broadcast(x.view(-1).view(torch.uint8), root).wait()
     return x
 
 

@@ -53,7 +53,7 @@ class Applied(Protocol):
         """All ranks begin a step on `batch`, or an evaluation; returns the parts to compute."""
         return parts
 
-    def weight(self, count: float, part: Any, tokens: Callable[[Any], int] | None) -> float:
+    def weight(self, count: float, part: Any, tokens: Callable[[Any], float] | None) -> float:
         """The number of tokens that the loss of a part is the mean of, after `begin`.
         `count` is that of the part that it replaced; `tokens` is the user's function.
         """

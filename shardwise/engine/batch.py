@@ -30,8 +30,9 @@ from shardwise.engine.precision import cast_inputs
 STAND_IN_ROWS = 2
 #: The number of tensors that an error names.
 NAMED = 4
-#: What a user's `rows=` is.
+#: What a user's `rows=` is, and `tokens=`.
 Count = Callable[[Any], int]
+Tokens = Callable[[Any], float]
 Change = Callable[[Any], Any]
 
 _INSTEAD = (
@@ -149,6 +150,10 @@ def split(batch: Any, parts: int, word: str = "", count: Count | None = None) ->
         allowed = "tensors, arrays and lists of texts with an entry for each row, to split them"
         instead = f"torch.tensor(batch{number}), or a tuple if they are not of rows"
         raise bad(f"{given} under {word or f'accumulate:{parts}'}", allowed, instead)
+    if any(x.layout is not torch.strided for x in _tensors(batch)):
+        given = f"a batch with a sparse or nested tensor under {word or f'accumulate:{parts}'}"
+        instead = "x.to_dense(), or a plan without this word"
+        raise bad(given, "dense tensors, to split them", instead)
     if not found or set(found) != {asked} or (count is None and _is_of_samples(batch)):
         raise _not_cut(batch, word or f"accumulate:{parts}", found)
     own = [partial(_part, k=k, parts=parts) for k in range(parts)]

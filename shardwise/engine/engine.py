@@ -30,7 +30,7 @@ from shardwise.engine.build import lay_out
 from shardwise.engine.checks import validate
 from shardwise.engine.checks.consistency import ConsistencyCheck
 from shardwise.engine.checks.guard import Guard
-from shardwise.engine.optimizer.norm import LossScale, LossWeights
+from shardwise.engine.optimizer.norm import LossScale, LossWeights, counted
 from shardwise.engine.optimizer.optimizer_state import Catalogue
 from shardwise.engine.optimizer.updating import Updates, optimizer_of
 from shardwise.engine.options import Build, Training
@@ -217,7 +217,7 @@ class Engine:
             count = each.weight(count, part, self.training.tokens)
         return count
 
-    def _microbatches(self, batch: Any, given: Any) -> tuple[list[Any], list[int]]:
+    def _microbatches(self, batch: Any, given: Any) -> tuple[list[Any], list[float]]:
         """The microbatches and their tokens; the first step raises an error of one rank on all.
 
         Tokens are counted in the batch as it was `given`: what is on the host needs no wait.
@@ -233,11 +233,11 @@ class Engine:
         self._compare_shares(batch, sum(counts))
         return parts, counts
 
-    def _count(self, part: Any) -> int:
+    def _count(self, part: Any) -> float:
         tokens = self.training.tokens
         return shares.rows(part, self.rows) if tokens is None else tokens(part)
 
-    def _compare_shares(self, batch: Any, mine: int, refused: InputError | None = None) -> None:
+    def _compare_shares(self, batch: Any, mine: float, refused: InputError | None = None) -> None:
         """Compare the shares of the data ranks, and their numbers of tokens: in the first step."""
         if self.shares_compared:
             return
@@ -299,7 +299,7 @@ class Engine:
 
     @normal_mode()
     @torch.no_grad()
-    def evaluate(self, batch: Any) -> tuple[float, int]:
+    def evaluate(self, batch: Any) -> tuple[float, float]:
         """The mean loss over the global batch and its number of tokens, in eval mode.
 
         Called by all ranks; nothing is trained.
@@ -316,7 +316,7 @@ class Engine:
         with self.ledger.phase("check"):
             own[:1] = self._over_stages(own[:1])
             summed, total = self.consensus.agree(own).tolist()
-        return summed / max(1.0, total), round(total)
+        return summed / (total or 1), counted(total)
 
     @normal_mode()
     @torch.no_grad()

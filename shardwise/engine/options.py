@@ -23,7 +23,7 @@ from shardwise.core.tools.arguments import (
     positive,
     short_repr,
 )
-from shardwise.engine.batch import Count
+from shardwise.engine.batch import Count, Tokens
 from shardwise.engine.checks import validate
 from shardwise.engine.optimizer.optimizer_spec import AdamW, OptimizerSpec
 from shardwise.observe.work import KERNELS, Kernels
@@ -43,7 +43,7 @@ class Training:
 
     optimizer: OptimizerSpec
     loss: Loss
-    tokens: Count | None = None
+    tokens: Tokens | None = None
     clip: float | None = None
     on_nonfinite: str = "raise"
     check_every: CheckEvery = USUAL
@@ -95,8 +95,9 @@ class EngineOptions:
                        sw.AdamW(lr=3e-4)
     loss               loss(model, batch), the mean over the rows or tokens of the batch; None: the
                        output of the model, or its `.loss`
-    tokens             tokens(batch), the number of elements that the loss is the mean over; it may
-                       change at every step and differ between ranks; None: the rows
+    tokens             tokens(batch), the number of elements that the loss is the mean over, or the
+                       sum of their weights; it may change at every step and differ between ranks;
+                       None: the rows
     rows               rows(batch), the number of rows of a batch; None: dim 0 of its tensors
     clip               the largest norm of all gradients together; None: no clipping
     on_nonfinite       a step whose loss or gradient is not finite: "raise" raises sw.RunError on
@@ -128,7 +129,7 @@ class EngineOptions:
 
     optimizer: OptimizerSpec | None = None
     loss: Loss | None = None
-    tokens: Count | None = None
+    tokens: Tokens | None = None
     rows: Count | None = None
     clip: float | None = None
     on_nonfinite: str = "raise"

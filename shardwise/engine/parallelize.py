@@ -15,7 +15,7 @@ from shardwise.comm.world import World, init
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
 from shardwise.core.tools.arguments import CHECK_EVERY
-from shardwise.engine.batch import Count
+from shardwise.engine.batch import Count, Tokens
 from shardwise.engine.checks import consistency, validate
 from shardwise.engine.checks.device_room import require_chosen
 from shardwise.engine.default_fill import default_fill
@@ -53,7 +53,7 @@ def parallelize(
     *,
     optimizer: OptimizerSpec | None = None,
     loss: Loss | None = None,
-    tokens: Count | None = None,
+    tokens: Tokens | None = None,
     rows: Count | None = None,
     clip: float | None = None,
     on_nonfinite: str = "raise",

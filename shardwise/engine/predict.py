@@ -13,7 +13,7 @@ from shardwise.core.plan.plan_check import require
 from shardwise.core.schedule.library import updates
 from shardwise.core.tools.arguments import CHECK_EVERY, integer
 from shardwise.core.tools.tree import leaves
-from shardwise.engine.batch import Count, rows
+from shardwise.engine.batch import Count, Tokens, rows
 from shardwise.engine.checks import validate
 from shardwise.engine.checks.device_room import with_offload
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
@@ -39,7 +39,7 @@ def predict(
     rank: int = 0,
     optimizer: OptimizerSpec | None = None,
     loss: Loss | None = None,
-    tokens: Count | None = None,
+    tokens: Tokens | None = None,
     rows: Count | None = None,
     clip: float | None = None,
     on_nonfinite: str = "raise",

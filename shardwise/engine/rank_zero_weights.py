@@ -116,20 +116,14 @@ class RankZeroWeights:
                 whole = torch.empty_like(like, device=self.device)
             else:
                 whole = self.values.pop(name).to(self.device, like.dtype).contiguous()
-            _send(whole, self.axis)
+            broadcast(whole, self.axis)
             yield name, whole
-
-
-def _send(x: Tensor, axis: Axis) -> None:
-    """Broadcast a contiguous tensor as bytes, since some transports do not support every dtype."""
-    if x.numel():
-        broadcast(x.view(-1).view(torch.uint8), axis)
 
 
 def _send_buffer(model: nn.Module, name: str, b: Tensor, world: World) -> None:
     values = torch.empty_like(b, device=world.device) if b.is_meta else b.to(world.device)
     values = values.contiguous()
-    _send(values, world.everyone)
+    broadcast(values, world.everyone)
     prefix, _, key = name.rpartition(".")
     model.get_submodule(prefix)._buffers[key] = values
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from shardwise.comm.tiers.host_memory import HostNumbers
 from shardwise.core.errors import NonFiniteError
 from shardwise.engine.checks import validate
+from shardwise.engine.optimizer.norm import counted
 from shardwise.engine.optimizer.optimizer import Factor
 from shardwise.techniques.data.consensus import used_in
 from shardwise.techniques.data.same_on_ranks import SameOnRanks
@@ -34,7 +35,7 @@ class StepResult:
     """What the ranks agreed on at the end of a step; `norm` is None unless it was needed."""
 
     loss: float
-    tokens: int
+    tokens: float
     norm: float | None
     skipped: bool
     correction: float  # the factor of the gradients without clipping
@@ -100,11 +101,11 @@ class PendingResult:
         """Wait for the numbers."""
         if self.found is None:
             correction, loss, tokens, *used, squared, differs = self.numbers.read()
-            counted = round(tokens)
-            loss, norm = loss / max(1, counted), math.sqrt(squared) * correction
+            tokens = counted(tokens)
+            loss, norm = loss / (tokens or 1), math.sqrt(squared) * correction
             skipped = not (math.isfinite(loss) and math.isfinite(norm))
             shown = norm if self.by_norm else None
-            self.found = StepResult(loss, counted, shown, skipped, correction, used, differs)
+            self.found = StepResult(loss, tokens, shown, skipped, correction, used, differs)
         return self.found
 
     def checked(self) -> StepResult:
@@ -143,7 +144,7 @@ class Metrics:
         return self._read().loss
 
     @property
-    def tokens(self) -> int:
+    def tokens(self) -> float:
         return self._read().tokens
 
     @property

@@ -71,7 +71,7 @@ class Trainer(transformers.Trainer):
         *,
         plan: Plan | str,
         world: World | None = None,
-        tokens: Callable[[Any], int] | None = None,
+        tokens: Callable[[Any], float] | None = None,
         table: Table | Mapping[str, str] | None = None,
         stages: Sequence[str] | None = None,
         model_init: Any = None,
@@ -270,7 +270,7 @@ class Trainer(transformers.Trainer):
             return None
         return labels[..., 1:] if self._loss_shifts_labels else labels
 
-    def _count(self, batch: Mapping[str, Any]) -> int:
+    def _count(self, batch: Mapping[str, Any]) -> float:
         if self._tokens is not None:
             return self._tokens(batch)
         labels = self._labels(batch)

@@ -44,7 +44,7 @@ class Trainable:
     make: Callable[[], nn.Module]
     loss: Loss
     make_batch: Callable[[int, int], Any]
-    tokens: Callable[[Any], int] | None = None
+    tokens: Callable[[Any], float] | None = None
     initial: Initial | None = None
     on_meta: bool = False
 

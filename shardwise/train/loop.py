@@ -261,7 +261,7 @@ def record(run: Run, done: StepMetrics, at: Position, seconds: float) -> Record:
         consumed=at.consumed,
         loss=done.loss,
         lr=done.lr,
-        tokens=done.tokens,
+        tokens=int(done.tokens),
         seconds=seconds,
         tokens_per_s=done.tokens / seconds,
         mfu=None if run.peak_flops is None else flops / seconds / run.peak_flops,

@@ -29,7 +29,7 @@ class Verify(ModuleType):
         *,
         batch: Any = None,
         loss: "Callable[[nn.Module, Any], Tensor] | None" = None,
-        tokens: Callable[[Any], int] | None = None,
+        tokens: Callable[[Any], float] | None = None,
         steps: int = 3,
         units: str | int = "auto",
         table: "Table | Mapping[str, str] | None" = None,

@@ -141,7 +141,7 @@ def model_of(
     build: Callable[[], Any] | str,
     batch: Any,
     loss: Loss | None,
-    tokens: Callable[[Any], int] | None,
+    tokens: Callable[[Any], float] | None,
 ) -> Trainable | str:
     """The model that sw.verify was given. Raises InputError for arguments that give none."""
     made = batch if batch is None or callable(batch) else partial(_rows_of, batch)
@@ -369,7 +369,7 @@ def carried(trial: Trial) -> str:
 
 def summed(trial: Trial) -> str:
     """Whether the loss is no mean over the tokens."""
-    tokens: Callable[[Any], int] = trial.task.tokens
+    tokens: Callable[[Any], float] = trial.task.tokens
     batch = trial.batches[0]
     halves = split(batch, 2, "halves")
     whole, parts = trial.loss(batch), [trial.loss(half) for half in halves]

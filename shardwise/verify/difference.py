@@ -174,7 +174,7 @@ class EngineStep:
     """A step and the gradients that it used; `norm` is None without clipping."""
 
     loss: float
-    tokens: int
+    tokens: float
     norm: float | None
     gradients: Sequence[Box]
 
@@ -189,7 +189,7 @@ class OracleStep:
     """The same step in one process; its gradients are whole tensors, by the names of boxes."""
 
     loss: float
-    tokens: int
+    tokens: float
     norm: float
     gradients: Wholes
 

@@ -144,7 +144,7 @@ def restore(staged: Staging) -> None:
         whole = torch.empty(like.shape, dtype=like.dtype, device=device)
         if ours is not None:
             whole.copy_(ours)
-        broadcast(whole.view(-1).view(torch.uint8), axis, staged.owners(stages)[0])
+        broadcast(whole, axis, staged.owners(stages)[0])
         return whole
 
     for number, (_, stages, p) in enumerate(layers.parameters):

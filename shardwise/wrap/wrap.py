@@ -5,6 +5,7 @@ parameters, stay.  Between backward and forward, sharded parameters hold this ra
 the shape [k, 1, ..., 1], with as many dims as before.  Gradients are averaged over the ranks.
 """
 
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from shardwise.comm.move import begin_sum
+from shardwise.comm.move import all_reduce, begin_sum
 from shardwise.comm.transport import Lease
 from shardwise.comm.world import Axis, World
 from shardwise.core.buffer_sizes import usual_pool_bytes
@@ -29,7 +30,7 @@ from shardwise.core.zero import ROWS, Row
 from shardwise.engine.checks import consistency, validate
 from shardwise.engine.checks.reads import guard_shards
 from shardwise.engine.default_fill import default_fill
-from shardwise.engine.optimizer.norm import squared_norm
+from shardwise.engine.optimizer.norm import power_sum
 from shardwise.engine.precision import DTYPES, HALF, cast_inputs, param_dtypes
 from shardwise.engine.rank_zero_weights import RankZeroWeights, missing_weights
 from shardwise.engine.state.state import keep_keys
@@ -276,20 +277,23 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         data.sync = True
 
 
-def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
+def clip_grad_norm(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Scale the gradients of a wrapped module so that their global norm is at most `max_norm`.
 
-    Call it on all ranks, between backward and the optimizer's step.  Returns the norm before
-    clipping.  `torch.nn.utils.clip_grad_norm_` would compute the norm of this rank's shards only.
+    Call it on all ranks, between backward and the optimizer's step.  `norm_type` is p of the p-norm
+    (`inf`: the largest absolute value).  Returns the norm before clipping, a 0-d double.
+    `torch.nn.utils.clip_grad_norm_` would compute the norm of this rank's shards only.
     """
     validate.module(module, "sw.clip_grad_norm")
     positive("max_norm", max_norm)
+    positive("norm_type", power := float(norm_type))
     data, wrapper = driver_of(module), wrapper_of(module)
     params = list(module.parameters())
     counted = set(params)
     if data is not None:
         _by_hand(data, "sw.clip_grad_norm")
-        data.consensus.same.facts["max_norm of sw.clip_grad_norm"] = float(max_norm)
+        given = {"max_norm of sw.clip_grad_norm": float(max_norm), "norm_type": power}
+        data.consensus.same.facts |= given
         device, axis = flats_of(data.units.order)[0].full.device, data.consensus.axes[0]
     elif wrapper is not None and wrapper.axis is not None:
         device, axis = wrapper.device, wrapper.axis
@@ -301,14 +305,15 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
             "sw.DDP or sw.FSDP of the whole model",
         )
     else:
-        return torch.nn.utils.clip_grad_norm_(params, max_norm)
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, power)
     grads = [p.grad for p in params if p.grad is not None]
-    squares = [
-        squared_norm(p.grad.reshape(-1)) for p in params if p in counted and p.grad is not None
-    ]
+    own = [p.grad.reshape(-1) for p in params if p in counted and p.grad is not None]
     none = torch.zeros((), dtype=torch.float64, device=device)
-    total = torch.stack(squares).sum().to(device) if squares else none  # they may be on the host
-    norm = begin_sum(total.view(1), axis).wait().sqrt()
+    parts = [none, *(power_sum(g, power).to(device) for g in own)]  # they may be on the host
+    if math.isinf(power):
+        norm = all_reduce(torch.stack(parts).amax().view(1), axis, "max")
+    else:
+        norm = begin_sum(torch.stack(parts).sum().view(1), axis).wait() ** (1 / power)
     factor = (max_norm / (norm[0] + 1e-6)).clamp(max=1.0)
     for g in grads:
         g.mul_(factor.to(g))

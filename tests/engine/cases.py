@@ -88,7 +88,7 @@ class Task:
     make: Callable[[], nn.Module] = small_gpt
     batch: Callable[[int], Any] = text
     loss: Callable[[nn.Module, Any], Tensor] = gpt.loss
-    tokens: Callable[[Any], int] | None = gpt.tokens
+    tokens: Callable[[Any], Any] | None = gpt.tokens
 
 
 def rows_task(make: Callable[[], nn.Module], batch: Callable[[int], Any] = vectors) -> Task:

@@ -1,5 +1,6 @@
 """Plain PyTorch loops, for a wrapped module and, the ranks' losses averaged, a plain one."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from copy import deepcopy
@@ -42,13 +43,13 @@ class Side:
         """So many steps of an optimizer, Adam if none is given."""
         return steps(optim or adam(self.model), count)
 
-    def clip(self, norm: float) -> None:
+    def clip(self, norm: float, power: float = 2.0) -> None:
         clipped = sw.clip_grad_norm if self.wrapped else torch_clip
-        self.seen.append(float(clipped(self.model, norm)))
+        self.seen.append(float(clipped(self.model, norm, power)))
 
 
-def torch_clip(model: nn.Module, norm: float) -> Tensor:
-    return nn.utils.clip_grad_norm_(model.parameters(), norm)
+def torch_clip(model: nn.Module, norm: float, power: float) -> Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), norm, power)
 
 
 def rows(step: int, rank: int) -> Tensor:
@@ -133,12 +134,12 @@ def unsynced(side: Side) -> None:
 
 
 def clipping(side: Side) -> None:
-    """Clipping, weight decay, a schedule."""
+    """Clipping by several norms, weight decay, a schedule."""
     optim = torch.optim.AdamW(side.model.parameters(), lr=0.05, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optim, max_lr=0.1, total_steps=5)
-    for step in range(4):
+    for step, power in enumerate((2.0, math.inf, 1.0, 3.0)):
         side.backward(step)
-        side.clip(0.3)
+        side.clip(0.3 if power > 1 else 3.0, power)
         optim.step()
         schedule.step()
         optim.zero_grad()

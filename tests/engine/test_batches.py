@@ -38,7 +38,22 @@ def hostile(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return functional.mse_loss(model(x / x.abs().sum(1, keepdim=True)), y)
 
 
+def class_weights(batch: tuple[Tensor, Tensor]) -> Tensor:
+    return torch.linspace(0.001, 0.03, batch[1].shape[1], dtype=torch.float64)
+
+
+def by_class(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    return functional.cross_entropy(model(x), y.argmax(1), class_weights(batch))
+
+
+def weight_of(batch: tuple[Tensor, Tensor]) -> float:
+    """Of a batch: below 1 in all."""
+    return class_weights(batch)[batch[1].argmax(1)].sum().item()
+
+
 UNEVEN = {
+    "class weights": Task(partial(make, "sequential"), vectors, by_class, weight_of),
     "ranks without rows": Task(batch=partial(text, rows=2)),
     "ranks without tokens": Task(batch=few_tokens),
     "not a number on a stand-in": Task(
@@ -99,6 +114,8 @@ def test_a_batch_is_split_into_parts_that_differ_by_a_row_at_most():
     said = r"batch\['a'\] of shape \[2\], batch\['b'\] of shape \[3\] under accumulate:2"
     with pytest.raises(InputError, match=said):
         split({"a": torch.ones(2), "b": torch.ones(3)}, 2)
+    with pytest.raises(InputError, match="a sparse or nested tensor under 1f1b:2"):
+        split(torch.eye(4).to_sparse(), 2, "1f1b:2")
     with pytest.raises(InputError, match=r"a list of 5 numbers at batch\['n'\], beside 5 rows"):
         split(batch | {"n": [1, 2, 3, 4, 5]}, 2)
 

@@ -214,32 +214,33 @@ def _loss_problem(found: Any) -> str:
     return ""
 
 
-def tokens(value: Callable[[Any], Any] | None) -> Callable[[Any], int] | None:
-    return _counting("tokens", value, "tokens=lambda batch: batch[0].numel()")
+def tokens(value: Callable[[Any], Any] | None) -> Callable[[Any], float] | None:
+    return _counting("tokens", value, "tokens=lambda batch: batch[0].numel()", "number")
 
 
 def rows(value: Callable[[Any], Any] | None) -> Callable[[Any], int] | None:
-    return _counting("rows", value, "rows=lambda batch: len(batch[0])")
+    return _counting("rows", value, "rows=lambda batch: len(batch[0])", "whole number")
 
 
 def _counting(
-    name: str, value: Callable[[Any], Any] | None, example: str
-) -> Callable[[Any], int] | None:
+    name: str, value: Callable[[Any], Any] | None, example: str, kind: str
+) -> Callable[[Any], Any] | None:
     if value is None:
         return None
     function(name, value, ("batch",), example)
 
     @wraps(value)
-    def checked(batch: Any) -> int:
+    def checked(batch: Any) -> float:
         """The number that the function returns for the batch, checked."""
         found = value(batch)
         number = math.nan
         with suppress(TypeError, ValueError, OverflowError, RuntimeError):
             number = float(found)
-        if not (0 <= number <= MOST_COUNT and number.is_integer()):  # False for NaN too
+        whole = number.is_integer()
+        if not (0 <= number <= MOST_COUNT and (whole or kind == "number")):  # False for NaN too
             given = f"{name}, which returns {short_repr(found)}"
-            raise bad(given, "a function that returns a whole number from 0 to 2**53", example)
-        return int(number)
+            raise bad(given, f"a function that returns a {kind} from 0 to 2**53", example)
+        return int(number) if whole else number
 
     return checked
 

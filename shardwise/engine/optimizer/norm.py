@@ -16,6 +16,7 @@ the update and halves the scale; after `patience` good updates the scale is doub
 et al., "Mixed precision training", arXiv 1710.03740, 3.2.)
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -34,6 +35,15 @@ def squared_norm(x: Tensor) -> Tensor:
     rows = torch.linalg.vector_norm(x[:whole].view(-1, ROW), dim=1, dtype=dtype)
     rest = torch.linalg.vector_norm(x[whole:], dtype=dtype)
     return rows.double().square().sum() + rest.double().square()
+
+
+def power_sum(x: Tensor, power: float) -> Tensor:
+    """The sum of powers of flat `x`'s absolute values, or their maximum for inf; a 0-d double."""
+    if power == 2:
+        return squared_norm(x)
+    if math.isinf(power):
+        return torch.cat([x.new_zeros(1), x]).abs().amax().double()
+    return x.double().abs().pow(power).sum()
 
 
 # --- factors of the losses, and the loss scale ----------------------------------------------------
@@ -77,13 +87,22 @@ class LossWeights:
         """What an update multiplies by after a synchronous schedule: T over P, the loss scale and
         the step's `tokens`.  Doubles [1] on the device.
         """
-        total, parts = self.totals.sum(1).clamp(min=1).split(1)
-        return total / (tokens.clamp(min=1) * parts * self.scale)
+        total, parts = _or_one(self.totals.sum(1)).split(1)
+        return total / (_or_one(tokens) * parts * self.scale)
 
     def of(self, tokens: float, update: int) -> Tensor:
         """The factor of the mean loss of a microbatch: a double on the device."""
         total, parts = self.totals[:, update]
-        return self.scale * (tokens * parts / total.clamp(min=1))
+        return self.scale * (tokens * parts / _or_one(total))
+
+
+def _or_one(x: Tensor) -> Tensor:
+    return x.masked_fill(x == 0, 1)
+
+
+def counted(tokens: float) -> float:
+    """The number of tokens in a sum of doubles: whole, unless the program counts by weights."""
+    return round(tokens) if abs(tokens - round(tokens)) <= 1e-9 * tokens else tokens
 
 
 class LossScale:

@@ -103,7 +103,7 @@ class PositionShards(Applied):
         self.mode.parts = [of for _, of, _ in self.parts]
         return [part for part, _, _ in self.parts]
 
-    def weight(self, count: float, part: Any, tokens: Callable[[Any], int] | None) -> float:
+    def weight(self, count: float, part: Any, tokens: Callable[[Any], float] | None) -> float:
         """The tokens of this rank's positions; without the user's function, by their number. Labels
         that a model of transformers shifts are not those that such a function counts.
         """

@@ -49,6 +49,9 @@ class Buffers:
         # looked up each time: a module may have put another in its place
         renew_buffers(self.holders)
         found = dict.fromkeys(b for m in self.holders for b in m._buffers.values() if b is not None)
+        for b in found:
+            if 0 in b.stride() and not b.is_contiguous():  # expanded: its elements share memory
+                b.data = b.data.contiguous()
         return [b for b in found if b.numel()]
 
     @torch.no_grad()

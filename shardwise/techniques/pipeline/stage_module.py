@@ -96,7 +96,7 @@ class Staging:
             if self.axis.rank == source:
                 whole.copy_(table[key])
             with self.axis.ledger.phase("check"):
-                broadcast(whole.view(-1).view(torch.uint8), self.axis, source)
+                broadcast(whole, self.axis, source)
             old = table.get(key)
             if old is None or old.shape != whole.shape or old.dtype != whole.dtype:
                 table[key] = whole

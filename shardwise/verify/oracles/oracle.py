@@ -52,7 +52,7 @@ class Task:
     """
 
     loss: Callable[[nn.Module, Any], Tensor]
-    tokens: Callable[[Any], int]
+    tokens: Callable[[Any], float]
     optimizer: Callable[[Mapping[str, nn.Parameter]], Optimizer]
     start: torch.dtype | None = None
     narrow: set[str] = field(default_factory=set[str])
@@ -288,12 +288,12 @@ class Oracle:
     def gradients(self, batch: Any, idle: int = 0) -> tuple[float, dict[str, Tensor | None]]:
         """The mean loss of a global batch, and its gradients by name; nothing is updated."""
         parts = [part for part in self.microbatches.of(batch, idle) if rows_of(part)]
-        total = self.task.tokens(batch)
+        total = float(self.task.tokens(batch))
         share = 2 * math.frexp(self.microbatches.count(batch, idle))[0]
         summed, scale = 0.0, share * self.loss_scale
         for part in parts:
             loss = self.task.loss_of(self.model, part, self.dtype)
-            tokens = self.task.tokens(part)
+            tokens = float(self.task.tokens(part))
             (loss * (tokens * share / total * self.loss_scale)).backward()
             summed += loss.item() * (tokens / total if len(parts) > 1 else 1.0)
         found = dict[str, Tensor | None]()

@@ -61,7 +61,7 @@ def oracles_of(
     plan: Plan,
     spec: OptimizerSpec,
     loss: Loss,
-    tokens: Callable[[Any], int] | None = None,
+    tokens: Callable[[Any], float] | None = None,
     starts: tuple[str, ...] | None = None,
 ) -> Oracles:
     """The oracles for a model that `build()` makes, each time with the same weights."""
