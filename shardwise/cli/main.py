@@ -60,7 +60,11 @@ CHECKPOINTS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the program. Always raises SystemExit, with the exit codes above."""
     given = list(sys.argv[1:] if argv is None else argv)
-    run_app(application(given), given, "shardwise")
+    try:
+        app = application(given)
+    except KeyboardInterrupt:  # while torch is imported
+        raise SystemExit(130) from None
+    run_app(app, given, "shardwise")
 
 
 def run_app(app: typer.Typer, given: Sequence[str], program: str) -> None:
@@ -161,7 +165,9 @@ def options(
 
 
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="A TOML file.", exists=True, dir_okay=False)
+    ],
     *,
     plan: Annotated[str | None, typer.Option(help="The plan, instead of the file's.")] = None,
     model: Annotated[

@@ -143,8 +143,12 @@ def _problem(error: dict[str, Any], values: Mapping[str, Any]) -> Problem:
 
 def _nearest_keys(key: str) -> list[str]:
     keys = [f"{part}.{each}" for part in Config.model_fields for each in _keys(part)]
-    same = [each for each in keys if each.endswith(f".{key.rpartition('.')[2]}")]
-    return same or [suggest(key, keys, 0.5) or "train.steps"]
+    section, _, name = key.rpartition(".")
+    same = [each for each in keys if each.endswith(f".{name}")]
+    if same or section not in Config.model_fields:
+        return same or [suggest(key, keys, 0.5) or "train.steps"]
+    own = _keys(section)
+    return [f"{section}.{suggest(name, own, 0.5) or next(iter(own))}"]
 
 
 def _keys(section: str) -> list[str]:
