@@ -224,7 +224,7 @@ def of_images(model: nn.Module, batch: Any) -> Tensor:
 
 def first_step(
     world: World, batches: list[Any], plan: str = "dp2", **options: Any
-) -> tuple[float, int] | str:
+) -> tuple[float, float] | str:
     torch.manual_seed(0)
     engine = sw.parallelize(nn.Linear(3, 2), plan, world, loss=of_images, **options)
     try:
