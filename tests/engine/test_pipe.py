@@ -161,6 +161,7 @@ def cached(world: World) -> Tensor:
 
 
 def test_a_parametrization_that_a_program_caches():
+    """A pass of a pipe computes its own value, and leaves the one that is cached."""
     for found in run_gloo(2, cached):
         torch.testing.assert_close(found, skipping(settled(Skips().double()))[0])
 
