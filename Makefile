@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || { rm -rf .venv; echo \
 	  "$(PYTHON) cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
 	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
-	  -c constraints.txt -e '.[dev,docs,hf,parquet,trackers,recipes]'
+	  -c constraints.txt -e '.[dev,docs,hf,data,trackers,recipes]'
 	@touch $@
 
 # The main job: a small GPT on real text, every state sharded over two local processes.

@@ -131,7 +131,8 @@ def kind_of(annotation: Any) -> str:
     text = str(annotation)
     words = {"bool": "true or false", "int": "whole number", "float": "number", "str": "text"}
     if "tuple" in text:
-        return "list of texts" if text.endswith(", ...]") else "two numbers"
+        kind = "numbers" if "float" in text else "texts"
+        return f"list of {kind}" if text.endswith(", ...]") else "two numbers"
     return next((word for name, word in words.items() if name in text), "text")
 
 

@@ -55,19 +55,27 @@ from shardwise.engine.state.box import Box, block
 BUFFER: Final = "buffer/"
 #: The most bytes of tensors in one file, as Hugging Face's default.
 FILE_BYTES: Final = 5 * 10**9
+#: Of peft: the prefix of names, and the files of adapters.
+PEFT: Final = "base_model.model."
+ADAPTERS, ADAPTERS_CONFIG = "adapter_model{suffix}.safetensors", "adapter_config.json"
 #: The files that an export writes.
-FILES: Final = ("model*.safetensors", INDEX, CONFIG, GENERATION, *TOKENIZER_FILES)
+FILES: Final = (
+    *("*model*.safetensors", INDEX, CONFIG, ADAPTERS_CONFIG, GENERATION),
+    *TOKENIZER_FILES,
+)
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The tensors, their bytes, files of tensors, and which other files were written."""
+    """The tensors, their bytes, files of tensors, and which other files were written; `config` is
+    the name of the configuration, or "".
+    """
 
     path: Path
     tensors: int
     bytes: int
     files: int
-    config: bool
+    config: str
     generation: bool
     tokenizer: bool
 
@@ -80,7 +88,8 @@ def export(
     dtype: torch.dtype | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> Exported:
-    """Write the weights of the newest checkpoint in `run` into the folder `to`.
+    """Write the weights of the newest checkpoint in `run` into the folder `to`; of a model with
+    adapters of peft, those alone.
     Floating-point weights keep the dtype of the checkpoint (fp32 masters for 16-bit training)
     unless `dtype` is given.
     """
@@ -88,11 +97,18 @@ def export(
     require_content(opened)
     model: dict[str, Any] = opened.scalars.get("model") or {}  # `described` in save.py
     names = _names(opened, model)
+    adapters, pattern = model.get("adapters"), "model{suffix}.safetensors"
+    if adapters:
+        own = {name: key for name, key in names.items() if ".default." in name}
+        names = {PEFT + n.removeprefix(PEFT).replace(".default.", "."): own[n] for n in own}
+        model, pattern = {}, ADAPTERS
     empty = {
         name: torch.empty(_saved(opened, key).size, dtype=_dtype(opened, key, dtype), device="meta")
         for name, key in names.items()
     }
-    split = split_torch_state_dict_into_shards(empty, max_shard_size=file_bytes)
+    split = split_torch_state_dict_into_shards(
+        empty, filename_pattern=pattern, max_shard_size=file_bytes
+    )
     header = {"format": "pt"} | {
         other: group[0] for group in model.get("tied", ()) for other in group[1:]
     }
@@ -109,8 +125,11 @@ def export(
             _write(folder / CONFIG, _in_dtype(config, opened, names, dtype))
         if generation is not None:
             _write(folder / GENERATION, generation)
+        if adapters:
+            _write(folder / ADAPTERS_CONFIG, adapters)
         tokenizer = _copy_tokenizer(opened.path, folder)
-    others = config is not None, generation is not None, tokenizer
+    kept = ADAPTERS_CONFIG if adapters else CONFIG * (config is not None)
+    others = kept, generation is not None, tokenizer
     total = split.metadata["total_size"]
     return Exported(to, len(names), total, len(split.filename_to_tensors), *others)
 

@@ -226,10 +226,12 @@ def described(trained: Engine | PlainLoop) -> dict[str, Any]:
     own: Any = trained.model if isinstance(trained, Engine) else trained.module
     config = _plain(getattr(own, "config", None))
     named = config and hasattr(own.config, "to_json_string")
+    adapters = getattr(own, "peft_config", {}).get("default")
     architectures = {"architectures": [type(own).__name__]} if named else {}
     return {
         "config": config | architectures if config else None,
         "generation": _plain(getattr(own, "generation_config", None)),
+        "adapters": adapters and json.loads(json.dumps(adapters.to_dict(), default=sorted)),
         "tied": [group for group in names.values() if len(group) > 1],
         "transient": [name for name in buffers if name not in known],
     }

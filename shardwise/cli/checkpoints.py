@@ -113,7 +113,7 @@ def export_command(
         raise bad(f"--dtype {dtype}", ", ".join(DTYPES), f"--dtype {suggest(dtype, DTYPES)}")
     done = export(of_run(run), to, overwrite=overwrite, dtype=DTYPES.get(dtype))
     files = f"{done.files} file{'s' * (done.files > 1)}"
-    there = {"config.json": done.config, "generation_config.json": done.generation}
+    there = {done.config: bool(done.config), "generation_config.json": done.generation}
     there["the run's tokenizer"] = done.tokenizer
     also = "".join(f", {name}" for name, has in there.items() if has)
     if not done.config:

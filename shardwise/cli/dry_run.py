@@ -18,9 +18,8 @@ from shardwise.cli.predict_command import answered, numbers_of
 from shardwise.cli.predict_table import show
 from shardwise.prediction.cluster import cluster_of
 from shardwise.train.config import Config
-from shardwise.train.data.sources import find
 from shardwise.train.model import largest_share, predictor
-from shardwise.train.prepare import RunStart, prepare
+from shardwise.train.prepare import RunStart, prepare, sources_of
 from shardwise.train.progress import ranks_text
 from shardwise.train.run_folder import finished_message
 
@@ -35,15 +34,14 @@ def dry_run(config: Config, ranks: int, start: RunStart) -> None:
     if start.resume and (done := finished_message(config)):
         print(done)
         return
-    found_files = find(config.data.source, config.data.field)
-    source = replace(found_files, most_bytes=MOST_BYTES)
+    cut = any(replace(source, most_bytes=MOST_BYTES).cut for source in sources_of(config))
     train, share = config.train, largest_share(prepared)
     cluster = None if config.run.cluster is None else cluster_of(config.run.cluster)
     device = "cuda" if cluster is not None and cluster.device.asynchronous else "cpu"
     found = predictor(prepared, share, torch.device(device))(prepared.plan)
     print(
         f"{found.plan} on {ranks_text(ranks)}, {len(prepared.corpus.packed.stream):,} tokens of "
-        f"{'the first 64 MiB of ' * source.cut}{config.data.source}, {train.steps} steps of "
+        f"{'the first 64 MiB of ' * cut}{', '.join(config.data.source)}, {train.steps} steps of "
         f"{train.batch} sequences of {prepared.sizes.sequence}"
     )
     numbers = numbers_of(found, config.model.name, began)

@@ -35,13 +35,58 @@ from shardwise.core.errors import bad
 from shardwise.models import hf
 from shardwise.models.gpt import GPTConfig
 from shardwise.models.moe import MoEConfig
-from shardwise.models.trainable import Loss
+from shardwise.models.trainable import Loss, generator
 from shardwise.techniques.expert.gate import Gate
 
 PREFIX: Final = "hf:"
 #: Positions of a training sequence, unless the configuration or the model says fewer.
 POSITIONS: Final = 1024
 EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """LoRA (arXiv 2106.09685): W x + alpha / rank · B A x in the layers `targets`, of which A and B
+    are trained; no targets: in each linear layer but that of the logits.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ()
+
+    def beside(self, model: nn.Module, path: Path) -> nn.Module:
+        """The model of a folder with adapters, which its own weights do not train beside."""
+        try:
+            import peft
+        except ModuleNotFoundError:
+            given = f"model.lora_rank = {self.rank}, and peft is not installed"
+            raise bad(given, "adapters with peft, or none", "pip install peft") from None
+        config = peft.LoraConfig(
+            r=self.rank,
+            lora_alpha=self.alpha,  # pyright: ignore[reportArgumentType] (a factor)
+            target_modules=list(self.targets) or "all-linear",
+            base_model_name_or_path=str(path),
+            task_type="CAUSAL_LM",
+        )
+        try:
+            return peft.inject_adapter_in_model(config, model)
+        except ValueError as error:
+            raise bad(
+                f"model.lora_targets = {list(self.targets)} ({error})",
+                "names of linear layers, or their ends",
+                'model.lora_targets = ["q_proj", "v_proj"]',
+            ) from None
+
+    @staticmethod
+    def fill(weights: Fill, seed: int, name: str, tensor: Tensor) -> None:
+        """A is uniform as a linear layer's weights, B is 0; the rest is `weights`."""
+        if ".lora_A." in name:
+            draw, bound = torch.empty(tensor.shape), tensor.shape[1] ** -0.5
+            tensor.copy_(draw.uniform_(-bound, bound, generator=generator(name, seed)))
+        elif ".lora_B." in name:
+            tensor.zero_()
+        else:
+            weights(name.replace(".base_layer.", "."), tensor)
 
 
 @dataclass(frozen=True)
@@ -61,6 +106,7 @@ class FolderConfig:
     sequence: int
     parameters: int
     multiplied: int
+    adapters: Adapters | None = None
 
     @property
     def loss(self) -> Loss:
@@ -73,23 +119,30 @@ class FolderConfig:
 
     def build(self) -> nn.Module:
         """The model, on the current default device if that is meta, else on the CPU."""
-        if torch.get_default_device().type == "meta":
-            return _on_meta(self.path)
-        return hf.load(self.path, hf.config_of(self.path))
+        on_meta = torch.get_default_device().type == "meta"
+        found = _on_meta(self.path) if on_meta else hf.load(self.path, hf.config_of(self.path))
+        return found if self.adapters is None else self.adapters.beside(found, self.path)
 
     def fill(self, seed: int) -> Fill:
         """Writes a parameter from the folder, for a model on the meta device."""
         weights, model = open_weights(self.path), _on_meta(self.path)
-        if {name for name, _ in model.named_parameters()} <= {*weights.names}:
-            return weights
-        return partial(_copy, self.path)
+        whole = {name for name, _ in model.named_parameters()} <= {*weights.names}
+        found = weights if whole else partial(_copy, self.path)
+        return found if self.adapters is None else partial(Adapters.fill, found, seed)
 
     @property
     def flops_per_token(self) -> int:
-        return 6 * self.multiplied + 12 * self.layers * self.width * self.sequence
+        each = 6 if self.adapters is None else 4  # frozen weights have no gradients
+        return each * self.multiplied + 12 * self.layers * self.width * self.sequence
 
 
-def read(path: Path, sequence: int | None, *, weights: bool = True) -> FolderConfig:
+def read(
+    path: Path,
+    sequence: int | None,
+    adapters: Adapters | None = None,
+    *,
+    weights: bool = True,
+) -> FolderConfig:
     """The sizes of the model in a folder; `sequence` None: as many positions as it has, to 1024.
     Raises InputError for another model, missing `weights`, or more positions than it has.
     """
@@ -112,6 +165,7 @@ def read(path: Path, sequence: int | None, *, weights: bool = True) -> FolderCon
         )
     with hf.explained(path):
         model = _on_meta(path)
+        model = model if adapters is None else adapters.beside(model, path)
         return FolderConfig(
             path,
             text.vocab_size,
@@ -120,6 +174,7 @@ def read(path: Path, sequence: int | None, *, weights: bool = True) -> FolderCon
             sequence or min(most, POSITIONS),
             sum(p.numel() for p in model.parameters()),
             _multiplied(model, text),
+            adapters,
         )
 
 

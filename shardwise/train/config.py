@@ -81,6 +81,13 @@ def build(values: Mapping[str, Any], where: str = "the configuration") -> Config
             "a warmup of at most train.steps",
             f"train.warmup = {config.train.steps // 10}",
         )
+    sources, weights = config.data.source, config.data.weights
+    if weights and len(weights) != len(sources):
+        raise bad(
+            f"data.weights of {len(weights)} numbers with {len(sources)} in data.source",
+            "a weight for each source, or none",
+            f"data.weights = {[1.0] * len(sources)}",
+        )
     return config
 
 

@@ -2,7 +2,15 @@
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from shardwise.core.errors import InputError, expanded
@@ -30,6 +38,10 @@ def _expanded(text: str) -> str:
         raise PydanticCustomError("path", "{allowed}", allowed) from None
 
 
+#: Of a list as a tuple, which TOML has not, or of a single value.
+Listed = BeforeValidator(
+    lambda given: tuple(given) if isinstance(given, list | tuple) else (given,)
+)
 PathText = Annotated[Text, AfterValidator(_expanded)]
 
 
@@ -80,6 +92,18 @@ class ModelSection(BaseModel):
         "`noisy-topk`, `sigmoid`, `expert-choice` or `hash`; `switch:1.25` has the capacity "
         "factor 1.25, and drops the tokens beyond it",
     )
+    lora_rank: Size | None = Field(
+        default=None,
+        description="features of the adapters (LoRA by peft) of a model `hf:./FOLDER`, whose own "
+        "weights are not trained; unset: none",
+    )
+    lora_alpha: float | None = Field(
+        default=None, gt=0, description="adapters count `lora_alpha / lora_rank`; unset: 2"
+    )
+    lora_targets: Annotated[tuple[Text, ...], Listed] = Field(
+        default=(),
+        description="layers with adapters, such as `q_proj`; none: all linear ones but the head",
+    )
 
 
 class DataSection(BaseModel):
@@ -87,14 +111,19 @@ class DataSection(BaseModel):
 
     model_config = CLOSED
 
-    source: PathText = Field(
-        default="stdlib",
-        description="`stdlib` (the source of Python's standard library), a file (`.txt`, `.jsonl`, "
-        "`.parquet`), a folder of them, or a glob",
+    source: Annotated[tuple[PathText, ...], Listed] = Field(
+        default=("stdlib",),
+        min_length=1,
+        description="one source or a list: `stdlib` (the source of Python's standard library), a "
+        "file (`.txt`, `.jsonl`, `.parquet`, `.arrow`), a folder of them, a glob, or "
+        "`hf:NAME[:SPLIT]` (a data set of the Hub, or a folder like one)",
     )
-    field: Text = Field(
-        default="text", description="the field of a `.jsonl` or `.parquet` that holds the text"
+    weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Listed] = Field(
+        default=(),
+        description="the shares of the sources in each batch, of any sum; unset: each sequence "
+        "once an epoch",
     )
+    field: Text = Field(default="text", description="the field of a row that holds the text")
     tokens: PathText = Field(
         default="bytes",
         description="`bytes`, `bpe:SIZE` (trained on the data), or the path of a `tokenizer.json`; "
@@ -102,6 +131,10 @@ class DataSection(BaseModel):
     )
     validation: float = Field(
         default=0.05, gt=0, lt=1, description="the share of the sequences held out"
+    )
+    validation_source: PathText | None = Field(
+        default=None,
+        description="a source for validation; unset: `validation` of the sequences are held out",
     )
     cache: PathText | None = Field(
         default=None,

@@ -154,7 +154,7 @@ def opening(run: Run, at: Position) -> None:
     bits = run.unigram / math.log(2) / packed.bytes_per_token
     run.progress.note(
         f"{run.prepared.plan} on {progress.ranks_text(run.engine.world.size)}, "
-        f"{len(packed.stream):,} tokens of {config.data.source}"
+        f"{len(packed.stream):,} tokens of {', '.join(config.data.source)}"
         + (f", resumed after step {at.step}" if at.step else "")
     )
     if at.step and (over := passed_over(config.folder / run_folder.CHECKPOINTS)):

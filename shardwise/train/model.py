@@ -24,7 +24,7 @@ from shardwise.engine.predict import Predictor, predict_with
 from shardwise.models import gpt, hf, moe, pretrained, user
 from shardwise.models.gpt import GPTConfig
 from shardwise.models.moe import MoEConfig
-from shardwise.models.pretrained import PUBLISHED
+from shardwise.models.pretrained import PUBLISHED, Adapters
 from shardwise.models.registry import NAMED, Sizes, named_sizes, nearest
 from shardwise.models.trainable import without_decay
 from shardwise.observe.dry_twin import DryTwin
@@ -193,6 +193,8 @@ TABLE_ROWS: Final = 2  # of the batch from which a table is derived
 _DEFAULT: Final = ModelSection().model_dump()
 #: Keys that only layers of experts read.
 OF_EXPERTS: Final = ("gate", "experts_per_token")
+#: Keys of adapters beside a model `hf:./FOLDER`.
+OF_ADAPTERS: Final = ("lora_rank", "lora_alpha", "lora_targets")
 
 
 def model_sizes(
@@ -207,10 +209,11 @@ def model_sizes(
     changed = [key for key, value in _DEFAULT.items() if getattr(section, key) != value]
     of_experts = [key for key in changed if key in OF_EXPERTS]
     if name.startswith(pretrained.PREFIX):
-        _refuse(section, set(changed) - {"name", "sequence"})
+        _refuse(section, set(changed) - {"name", "sequence", *OF_ADAPTERS})
         folder = name.removeprefix(pretrained.PREFIX)
         if hf.is_folder(folder):
-            return pretrained.read(Path(folder), sequence, weights=weights)
+            adapters = adapters_of(section)
+            return pretrained.read(Path(folder), sequence, adapters, weights=weights)
         allowed = "hf: and the path of a folder with weights, in which there is a slash"
         raise bad(f"model.name = '{name}'", allowed, f"model.name = 'hf:./{folder or 'model'}'")
     if ".py" in name:
@@ -219,6 +222,8 @@ def model_sizes(
             return user.read(name, sequence, vocabulary, seed)
         allowed = "the positions of a training sequence beside a model of a file"
         raise bad(f"model.name = '{name}' without model.sequence", allowed, "model.sequence = 128")
+    of_adapters = {key for key in changed if key in OF_ADAPTERS}
+    _refuse(section, of_adapters, "adapters beside a model hf:./FOLDER, whose weights are trained")
     named = named_sizes(name)
     if named is None:
         allowed = f"{', '.join(NAMED)}, hf:./FOLDER or file.py:build"
@@ -247,11 +252,24 @@ def model_sizes(
     return dense
 
 
-def _refuse(section: ModelSection, keys: Collection[str]) -> None:
+def adapters_of(section: ModelSection) -> Adapters | None:
+    if section.lora_rank is None:
+        keys = [key for key in OF_ADAPTERS if getattr(section, key)]
+        _refuse(section, keys, "model.lora_rank beside it")
+        return None
+    alpha = section.lora_alpha or 2.0 * section.lora_rank
+    return Adapters(section.lora_rank, alpha, section.lora_targets)
+
+
+def _refuse(
+    section: ModelSection,
+    keys: Collection[str],
+    allowed: str = "model.sequence, for example; this size is the model's own",
+) -> None:
     if keys:
         raise bad(
             f"model.{min(keys)} with model.name = '{section.name}'",
-            "model.sequence, for example; this size is the model's own",
+            allowed,
             f"leave model.{min(keys)} out",
         )
 

@@ -21,7 +21,7 @@ from shardwise.train.config import Config
 from shardwise.train.config_sections import TRACKERS, RunSection
 from shardwise.train.data.data import Batches, Corpus, split
 from shardwise.train.data.packed import tokenise, using_folder
-from shardwise.train.data.sources import find
+from shardwise.train.data.sources import Source, find
 from shardwise.train.data.tokens import check_fits
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ class PreparedRun:
 
     @property
     def batches(self) -> Batches:
-        return Batches(self.corpus, self.config.train.batch, self.config.train.seed)
+        train = self.config.train
+        return Batches(self.corpus, train.batch, train.seed, self.config.data.weights)
 
     @property
     def data_mark(self) -> dict[str, object]:
@@ -72,6 +73,7 @@ class PreparedRun:
             "tokens": self.corpus.packed.key,
             "sequence": self.corpus.sequence,
             "validation": self.config.data.validation,
+            "weights": list(self.config.data.weights),
             "seed": self.config.train.seed,
         }
 
@@ -122,6 +124,13 @@ def check_same(old: "Sizes", new: "Sizes") -> None:
         raise bad(f"--resume with {changes}", allowed, f"{before}, or --overwrite for a new run")
 
 
+def sources_of(config: Config) -> list[Source]:
+    """The sources of training, and that of validation, if there is one."""
+    data = config.data
+    names = (*data.source, *([data.validation_source] if data.validation_source else ()))
+    return [find(name, data.field) for name in names]
+
+
 def prepare(
     config: Config, ranks: int, start: RunStart, most_bytes: float = math.inf
 ) -> PreparedRun:
@@ -133,16 +142,24 @@ def prepare(
         cluster.flops_per_s(plan.precision or "fp32")
     run_folder.check(config, start.resume, start.overwrite)
     called = callbacks_of(config.run)
-    source = find(config.data.source, config.data.field)
-    packed = tokenise(replace(source, most_bytes=most_bytes), config.data.tokens, config.cache)
+    data = config.data
+    sources = [replace(source, most_bytes=most_bytes) for source in sources_of(config)]
+    packed = tokenise(sources, data.tokens, config.cache, trained=len(data.source))
 
     # imports torch, which takes seconds; the checks so far did not need it
     from shardwise.train.model import model_sizes, require_fit, run_table
 
     sizes = model_sizes(config.model, packed.vocabulary.size, config.train.seed)
     check_fits(packed.vocabulary, sizes.vocabulary, config.model.name)
-    corpus = split(packed, sizes.sequence, config.data.validation)
-    there = len(corpus.training)
+    apart = data.validation_source is not None
+    corpus = split(packed, sizes.sequence, data.validation, apart=apart)
+    there, each = len(corpus.training), [len(found) for found in corpus.by_source]
+    if not len(corpus.validation) or (data.weights and 0 in each[: len(data.source)]):
+        raise bad(
+            f"sources of which one has no sequence of {sizes.sequence} tokens",
+            "a sequence from each source with weights, and from that of the validation",
+            f"model.sequence = {max(1, sizes.sequence // 2)}, or more data",
+        )
     if config.train.batch > there:
         raise bad(
             f"train.batch = {config.train.batch} with {there} training sequences",

@@ -207,7 +207,7 @@ def load_run(prepared: PreparedRun, engine: Engine) -> Position:
 
 def _check_data(saved: dict[str, object], here: dict[str, object]) -> None:
     names = {"tokens": "the data or its tokens", "sequence": "model.sequence"}
-    names |= {"validation": "data.validation", "seed": "train.seed"}
+    names |= {"validation": "data.validation", "weights": "data.weights", "seed": "train.seed"}
     other = [name for name in names if saved.get(name) != here[name]]
     if other:
         raise bad(

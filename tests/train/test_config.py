@@ -98,6 +98,8 @@ def test_an_override_sets_one_key(override: str, expected: object):
         ({"train": {"betas": [1.5, 2]}}, ["train.betas = [1.5, 2]", "less than 1", "[0.9, 0.95]"]),
         ({"train": {"warmup": 60, "steps": 50}}, ["train.steps = 50", "train.warmup = 5."]),
         ({"train": {"steps": -1}, "data": {"sauce": "x"}}, ["data.sauce", "train.steps"]),
+        ({"data": {"source": ["a", "b"], "weights": [2]}}, ["data.weights = [1.0, 1.0]"]),
+        ({"data": {"source": []}}, ['data.source = ["stdlib"], its default']),
     ],
 )
 def test_a_bad_value_is_answered_with_its_remedy(values: dict[str, object], phrases: list[str]):
@@ -114,7 +116,7 @@ NUMBERS = [
     for name, field in type(part.default).model_fields.items()
     if re.search(r"\b(int|float)\b", str(field.annotation))
 ]
-WRONG = st.sampled_from([True, -1, float("nan"), float("inf"), 10**400, [1], {}]) | st.text()
+WRONG = st.sampled_from([True, -1, float("nan"), float("inf"), 10**400, [[1]], {}]) | st.text()
 
 
 @settings(deadline=None, max_examples=200)
@@ -169,7 +171,7 @@ def test_paths_have_variables_as_in_a_shell(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", "/home/me")
     keys = {
         "model": ["name"],
-        "data": ["source", "tokens", "cache"],
+        "data": ["validation_source", "tokens", "cache"],
         "plan": ["table"],
         "run": ["folder", "cluster"],
         "offload": ["folder"],
@@ -179,7 +181,8 @@ def test_paths_have_variables_as_in_a_shell(monkeypatch: pytest.MonkeyPatch):
         found = {part: getattr(built, part).model_dump(include={*keys[part]}) for part in keys}
         assert found == {part: dict.fromkeys(names, path) for part, names in keys.items()}
     own = {"model": {"name": "hf:~/w"}, "run": {"callbacks": ["$SCRATCH/c.py:make"]}}
-    built = config.build(own)
+    built = config.build(own | {"data": {"source": ["~/a", "hf:$SCRATCH/b"], "weights": [2, 1]}})
+    assert built.data.source == ("/home/me/a", "hf:/scratch/me/b")
     assert (built.model.name, *built.run.callbacks) == ("hf:/home/me/w", "/scratch/me/c.py:make")
     with pytest.raises(InputError, match=r"run\.folder = .*variables are set, and ABSENT is not"):
         config.build({"run": {"folder": "${ABSENT}/a"}})

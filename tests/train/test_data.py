@@ -1,7 +1,6 @@
 """From text to batches: sources, tokenizers, the cache of tokens, and the order of sequences."""
 
 import errno
-import hashlib
 import json
 import os
 import sys
@@ -26,10 +25,13 @@ quick = settings(deadline=None, max_examples=40)  # no test asserts a time
 BYTES = tokens.ByteVocabulary()
 
 
-def corpus_of(count: int, sequence: int, validation: float = 0.1) -> data.Corpus:
-    """A corpus over the stream 0, 1, 2, ..., count - 1."""
+def corpus_of(
+    count: int, sequence: int, validation: float = 0.1, *ends: int, apart: bool = False
+) -> data.Corpus:
+    """A corpus over the stream 0, 1, 2, ..., count - 1, of sources with these ends."""
     stream = np.arange(count, dtype=np.uint16)
-    return data.split(packed.Packed("key", stream, count, 1, BYTES), sequence, validation)
+    found = packed.Packed("key", stream, count, 1, BYTES, (*ends, count))
+    return data.split(found, sequence, validation, apart=apart)
 
 
 def source_in(folder: Path, *texts: str) -> sources.Source:
@@ -99,6 +101,25 @@ def test_validation_is_spread_over_the_stream():
     assert np.histogram(corpus.validation, bins=4, range=(0, 5000))[0].min() > 0
 
 
+def test_weights_hold_in_each_round_and_each_source_has_its_own_epochs():
+    """Three of `a` for one of `b`; no sequence comes twice before all of its source have come. The
+    batch of a step is the same whatever was asked before. The last source may be the validation.
+    """
+    corpus = corpus_of(1500, 5, 0.1, 1000, 1250, apart=True)
+    ends = [corpus.packed.stream[numbers[-1] * 5] for numbers in corpus.by_source[:2]]
+    assert (ends, min(corpus.validation) * 5) == ([995, 1240], 1250)
+    order = data.Batches(corpus, 8, 3, (3.0, 1.0))
+    taken = np.concatenate([order.numbers(consumed) for consumed in range(0, 1000, 8)])
+    for mine, share in zip(corpus.by_source, (750, 250), strict=False):
+        found = taken[np.isin(taken, mine)]
+        assert len(found) == share
+        for start in range(0, share - len(mine) + 1, len(mine)):
+            assert sorted(found[start : start + len(mine)]) == mine.tolist()
+    assert order.numbers(504).tolist() == taken[504:512].tolist()
+    other = data.Batches(corpus, 8, 4, (3.0, 1.0))
+    assert other.numbers(0).tolist() != taken[:8].tolist()
+
+
 def test_the_unigram_entropy_of_two_even_tokens_is_one_bit():
     """Nats: the logarithm of 2, for a stream that alternates."""
     stream = np.tile(np.array([65, 66], np.uint16), 500)
@@ -117,14 +138,26 @@ def test_the_second_reading_comes_from_the_cache(tmp_path: Path, monkeypatch: py
     """Tokenised once for the same content, again for other content, also when trained."""
     source = source_in(tmp_path / "in", "some text " * 50)
     for spoken in ("bytes", "bpe:280"):
-        first = packed.tokenise(source, spoken, tmp_path / "cache")
+        first = packed.tokenise([source], spoken, tmp_path / "cache")
         with monkeypatch.context() as patch:
             patch.setattr(sources.Source, "documents", _never)
-            again = packed.tokenise(source, spoken, tmp_path / "cache")
+            again = packed.tokenise([source], spoken, tmp_path / "cache")
         assert again.key == first.key
         assert again.stream.tolist() == first.stream.tolist()
-    other = packed.tokenise(source_in(tmp_path / "b", "other"), "bytes", tmp_path / "cache")
-    assert other.key != first.key
+    for text, same in (("other", False), ("some text " * 50, True)):  # wherever the files lie
+        again = packed.tokenise([source_in(tmp_path / "b", text)], spoken, tmp_path / "cache")
+        assert (again.key == first.key) is same
+
+
+def test_several_sources_are_one_stream_with_the_ends_of_each(tmp_path: Path):
+    """A BPE is trained on those of training, not on that of the validation."""
+    found = [source_in(tmp_path / name, name * 50) for name in ("ab", "cd", "xyxy")]
+    both = packed.tokenise(found, "bytes", tmp_path / "cache")
+    assert (
+        both.ends == [101, 202, 403] and bytes(both.stream[101:201].astype(np.uint8)) == b"cd" * 50
+    )
+    trained = packed.tokenise(found, "bpe:260", tmp_path / "cache", trained=2)
+    assert trained.ends[1] < 101 < trained.ends[2] - trained.ends[1]
 
 
 def test_of_several_that_ask_at_once_one_does_the_work(
@@ -135,7 +168,7 @@ def test_of_several_that_ask_at_once_one_does_the_work(
     write, calls = packed._write, []
     monkeypatch.setattr(packed, "_write", lambda *args: (calls.append(args), write(*args)))
     with ThreadPoolExecutor(4) as ranks:
-        asked = [ranks.submit(packed.tokenise, source, "bytes", tmp_path / "c") for _ in range(4)]
+        asked = [ranks.submit(packed.tokenise, [source], "bytes", tmp_path / "c") for _ in range(4)]
         streams = [job.result().stream.tolist() for job in asked]
     assert len(calls) == 1
     assert streams == [streams[0]] * 4
@@ -154,15 +187,16 @@ def test_a_broken_off_writing_leaves_nothing_that_is_taken_for_whole(
     with monkeypatch.context() as patch:
         patch.setattr(sources.Source, "documents", half)
         with pytest.raises(KeyboardInterrupt):
-            packed.tokenise(source, "bytes", cache)
-    assert {"".join(file.suffixes[-2:]) for file in cache.iterdir()} <= {".lock", ".digest"}
-    kept = packed.tokenise(source, "bytes", cache)
+            packed.tokenise([source], "bytes", cache)
+    assert {"".join(file.suffixes[-2:]) for file in cache.glob("*")} <= {".lock"}
+    kept = packed.tokenise([source], "bytes", cache)
     assert kept.stream.tolist() == [97, 98, 256, 99, 256]  # a separator ends each document
     assert (kept.text_bytes, kept.documents, kept.stream.dtype) == (3, 2, np.uint16)
-    left = cache / f".{kept.key}.tokens.123"
+    (whole,) = cache.glob("*.json")
+    left = cache / f".{whole.stem}.tokens.123"
     left.write_text("half")
-    (cache / f"{kept.key}.json").unlink()
-    packed.tokenise(source, "bytes", cache)
+    whole.unlink()
+    packed.tokenise([source], "bytes", cache)
     assert not left.exists()
 
 
@@ -171,17 +205,16 @@ def test_a_cache_that_cannot_be_written_serves_what_it_has(
 ):
     """Shared and read-only: no lock and no hash can be written; only other text is refused."""
     source = source_in(tmp_path / "in", "some text " * 50)
-    first = packed.tokenise(source, "bpe:280", tmp_path / "cache")
-    (tmp_path / "in" / "0.txt").touch()  # its hash is taken again
+    first = packed.tokenise([source], "bpe:280", tmp_path / "cache")
     read_only = fails(errno.EROFS)
     monkeypatch.setattr(packed.tempfile, "TemporaryFile", read_only)
     monkeypatch.setattr("shardwise.checkpoint.lock._acquire", read_only)
     monkeypatch.setattr(packed, "write_file", read_only)
-    again = packed.tokenise(source, "bpe:280", tmp_path / "cache")
+    again = packed.tokenise([source], "bpe:280", tmp_path / "cache")
     assert (again.key, again.stream.tolist()) == (first.key, first.stream.tolist())
     for other in ("bytes", "bpe:290"):
         with pytest.raises(InputError, match=r"data\.cache = .*Read-only file system"):
-            packed.tokenise(source, other, tmp_path / "cache")
+            packed.tokenise([source], other, tmp_path / "cache")
 
 
 def test_tokenising_tells_how_far_it_is(
@@ -192,29 +225,8 @@ def test_tokenising_tells_how_far_it_is(
     source, documents = source_in(tmp_path / "in", "ab"), sources.Source.documents
     slow = lambda *args, **more: (time.sleep(0.1), documents(*args, **more))[1]  # noqa: E731
     monkeypatch.setattr(sources.Source, "documents", slow)
-    packed.tokenise(source, "bytes", tmp_path / "cache")
+    packed.tokenise([source], "bytes", tmp_path / "cache")
     assert f"tokenising {tmp_path}/in, 0 MiB: 0 s" in capsys.readouterr().err
-
-
-def test_a_file_is_hashed_again_only_if_it_has_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Not at the next start; but with the same length and time of change, and while it is young."""
-    found, cache = source_in(tmp_path / "data", "one"), tmp_path / "cache"
-    cache.mkdir()
-    (file,) = found.files
-    read, real = list[str](), hashlib.file_digest
-    monkeypatch.setattr(hashlib, "file_digest", lambda f, k: (read.append(f.name), real(f, k))[1])
-    first = packed.digest(found, cache)
-    assert packed.digest(found, cache) == first and len(read) == 2
-    monkeypatch.setattr(packed, "SETTLED_NS", 0)
-    os.utime(file, ns=(0, 0))
-    time.sleep(0.02)
-    assert [packed.digest(found, cache) for _ in range(3)] == [first] * 3 and len(read) == 3
-    file.write_text("two")
-    os.utime(file, ns=(0, 0))
-    time.sleep(0.02)
-    assert packed.digest(found, cache) != first and len(read) == 4
 
 
 # --- sources ------------------------------------------------------------------------------------
@@ -243,7 +255,7 @@ def test_a_folder_and_a_glob_are_read_in_sorted_order(tmp_path: Path):
 
 
 def test_parquet_is_read_by_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """One document a row; a row without text is none.  Without pyarrow: what to install."""
+    """One document a row; a row without text is none.  Without datasets: what to install."""
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "rows.parquet"
@@ -254,12 +266,26 @@ def test_parquet_is_read_by_column(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(InputError, match=f"no text in the field '{field}'.*= 'body'"):
             texts_of(path, field)
     path.write_bytes(path.read_bytes()[:-9] + b"?" * 5 + b"PAR1")
-    with pytest.raises(InputError, match=r"Parquet|cannot be read"):
+    with pytest.raises(InputError, match=r"datasets cannot read"):
         texts_of(path, "body")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(InputError, match=r"pip install pyarrow"):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(InputError, match=r"pip install datasets"):
         texts_of(path)
+
+
+def test_a_data_set_has_splits_as_on_the_hub(tmp_path: Path):
+    """A folder with files for each split; other columns are not read; a split that is missing."""
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    pytest.importorskip("datasets")
+    (tmp_path / "data").mkdir()
+    for split in ("train", "validation"):
+        rows = pa.table({"id": [1, 2], "text": [f"{split} one", f"{split} two"]})
+        pq.write_table(rows, tmp_path / f"data/{split}-00000-of-00001.parquet")
+    assert texts_of(f"hf:{tmp_path}") == ["train one", "train two"]
+    assert texts_of(f"hf:{tmp_path}:validation") == ["validation one", "validation two"]
+    with pytest.raises(InputError, match=r"splits \(train, validation\).*/test_a.*:train"):
+        texts_of(f"hf:{tmp_path}:test")
 
 
 def test_of_a_large_source_a_part_is_enough_for_a_check(tmp_path: Path):
@@ -272,13 +298,11 @@ def test_of_a_large_source_a_part_is_enough_for_a_check(tmp_path: Path):
     assert [*found.documents()] == ["abcde"] * 3
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_bytes_are_bytes_under_the_byte_vocabulary(tmp_path: Path, name: str):
+def test_bytes_are_bytes_under_the_byte_vocabulary(tmp_path: Path):
     """A file that is not UTF-8 is one token a byte, with the values that the file has."""
-    line_end, around = (b"\r\n", b"%b") if name == "a.txt" else (b"", b'{"text": "%b"}\n')
-    content = "déjà vu, naïve café".encode("latin-1") + line_end + bytes(range(128, 256))
-    (tmp_path / name).write_bytes(around % content)
-    found = packed.tokenise(sources.find(str(tmp_path), "text"), "bytes", tmp_path / "cache")
+    content = "déjà vu, naïve café".encode("latin-1") + b"\r\n" + bytes(range(128, 256))
+    (tmp_path / "a.txt").write_bytes(content)
+    found = packed.tokenise([sources.find(str(tmp_path), "text")], "bytes", tmp_path / "cache")
     assert found.stream.tolist() == [*content, 256]
     assert found.text_bytes == len(content)
 
@@ -286,21 +310,22 @@ def test_bytes_are_bytes_under_the_byte_vocabulary(tmp_path: Path, name: str):
 @pytest.mark.parametrize(
     ("name", "content", "phrase"),
     [
-        ("absent.txt", None, "where no .txt, .jsonl, .parquet file is"),
+        ("absent.txt", None, "where no .txt, .jsonl, .parquet, .arrow file is"),
         ("a.csv", b"x", "Write instead: the same text in a .txt file."),
         ("a" * 300 + ".txt", None, "cannot be read (File name too long)"),
         ("empty.txt", b"", "Write instead: --set data.source=stdlib, or the path of your own"),
         ("a.jsonl", b'{"text": ""}\n', "all empty"),
-        ("a.jsonl", b"{nonsense", "line 1, which is not JSON"),
-        ("a.jsonl", b"[" * 100_000, "line 1, which is not JSON"),
-        ("a.jsonl", b'{"text": null}', 'Write instead: {"text": "..."}'),
+        ("a.jsonl", b"{nonsense", "a.jsonl, which datasets cannot read (ArrowInvalid: JSON parse"),
+        ("a.jsonl", b"[" * 100_000, "which datasets cannot read"),
+        ("a.jsonl", b'{"text": null}', "all empty"),
+        ("a.jsonl", b'{"n": 3}', 'Write instead: {"text": "..."}'),
         ("a.jsonl", b'{"text": 3, "id": 4, "body": "x"}', "Write instead: data.field = 'body'"),
         (
             "a.txt",
             b"caf\xe9 au lait",
             "a.txt, which is not UTF-8 ('utf-8' codec can't decode byte 0xe9",
         ),
-        ("a.jsonl", b'{"text": "ok"}\n{"text": "\xff"}\n', "byte 0xff in position 25"),
+        ("a.jsonl", b'{"text": "ok"}\n{"text": "\xff"}\n', "a.jsonl, which datasets cannot read"),
     ],
 )
 def test_bad_data_is_refused(tmp_path: Path, name: str, content: Any, phrase: str):
@@ -309,7 +334,7 @@ def test_bad_data_is_refused(tmp_path: Path, name: str, content: Any, phrase: st
         (tmp_path / name).write_bytes(content)
     os.mkfifo(tmp_path / "absent.txt")
     with pytest.raises(InputError) as error:
-        packed.tokenise(sources.find(str(tmp_path / name), "text"), "bpe:260", tmp_path / "cache")
+        packed.tokenise([sources.find(str(tmp_path / name), "text")], "bpe:260", tmp_path / "cache")
     assert phrase in str(error.value)
 
 
@@ -317,7 +342,7 @@ def test_a_file_that_is_gone_when_it_is_read_is_named(tmp_path: Path):
     """Between the look at the folder and the reading: an answer, by the hash and by the text."""
     found = source_in(tmp_path / "in", "one")
     (tmp_path / "in" / "0.txt").unlink()
-    for read in (lambda: packed.digest(found, tmp_path), lambda: list(found.documents())):
+    for read in (lambda: found.state, lambda: list(found.documents())):
         with pytest.raises(InputError, match=r"0\.txt, which cannot be read \(No such file"):
             read()
 
@@ -332,16 +357,16 @@ TRAINED = tokens.train_bpe(CODE, 290)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 def test_any_text_comes_back(text: str):
     """Byte tokens and a BPE trained on little text lose nothing; the separator is no byte."""
-    numbers = BYTES.encode(text).tolist()
+    numbers = BYTES.encode([text])[0].tolist()
     assert bytes(numbers) == text.encode()
-    assert TRAINED._tokenizer.decode(TRAINED.encode(text).tolist()) == text
+    assert TRAINED._tokenizer.decode(TRAINED.encode([text])[0].tolist()) == text
     assert (BYTES.size, BYTES.separator) == (257, 256)
 
 
 def test_a_trained_bpe_shortens_and_loads_to_the_same_vocabulary(tmp_path: Path):
     """It has the size asked for; its name holds a hash of the content."""
     assert TRAINED.size == 290
-    assert len(TRAINED.encode("return")) < len("return")
+    assert len(TRAINED.encode(["return"])[0]) < len("return")
     TRAINED.save(tmp_path / "tokenizer.json")
     loaded = tokens.load_tokenizer(tmp_path / "tokenizer.json")
     assert (loaded.name, loaded.size) == (TRAINED.name, TRAINED.size)
@@ -374,7 +399,7 @@ def test_the_end_of_a_document_is_the_one_of_the_tokenizers_folder(eos: Any, tmp
         (lambda at: tokens.load_tokenizer(at / "no_end.json"), "ends a document"),
         (lambda _: tokens.check_fits(BYTES, 256, "gpt:small"), r"model\.vocabulary = 257"),
         (lambda _: tokens.check_fits(BYTES, 256, "hf:./w"), r"= 'PATH/tokenizer\.json'"),
-        (lambda at: packed.make_folder(at / "taken" / "in", "data.cache"), "nothing can be wri"),
+        (lambda at: packed.tokenise([], "bytes", at / "taken" / "in"), "nothing can be wri"),
     ],
 )
 def test_what_cannot_be_is_refused(call: Callable[[Path], object], phrase: str, tmp_path: Path):

@@ -135,7 +135,7 @@ def test_an_export_has_what_transformers_loads(
         return
     read = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     vocabulary = load_tokenizer(given.folder / "tokenizer" / "tokenizer.json")
-    assert read("some more text")["input_ids"] == vocabulary.encode("some more text").tolist()
+    assert read("some more text")["input_ids"] == vocabulary.encode(["some more text"])[0].tolist()
     assert read.model_max_length == 77 or read.eos_token_id == vocabulary.separator
     assert "generation_config.json, the run's tokenizer" in said
 
@@ -161,9 +161,36 @@ def test_the_folders_tokenizer_is_the_runs(tmp_path: Path):
     assert config.build({"model": model, "data": {"tokens": "bytes"}}).data.tokens == "bytes"
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
+@pytest.mark.parametrize("plan", ["dp2 zero3 fp64", "tp2 fp64"])
+def test_adapters_train_alone_and_are_exported_for_peft(
+    plan: str, tmp_path: Path, capsys: runs.Capture
+):
+    """As on one process, resumed on another number of ranks; the weights of the folder stay."""
+    peft, weights = pytest.importorskip("peft"), model_folder("llama", tmp_path / "w")
+    made = runs.pretrained(tmp_path / "one", weights, "fp64", steps=4, save_every=2)
+    lora = {"lora_rank": 2, "lora_alpha": 8.0, "lora_targets": ("q_proj", "down_proj")}
+    one = runs.changed(made, "model", **lora)
+    wanted = losses(one)
+    two = runs.changed(one, "run", folder=str(tmp_path / "two"))
+    run(runs.changed(two, "train", steps=2))
+    two = runs.changed(two, "plan", text=plan)
+    assert [r.loss for r in run(two, 2, RunStart(resume=True))] == pytest.approx(wanted, rel=1e-9)
+    printed(capsys, "checkpoint", "export", str(two.folder), "--to", str(tmp_path / "out"))
+    assert (tmp_path / "out/adapter_model.safetensors").stat().st_size < 50_000
+    found = peft.PeftModel.from_pretrained(loaded(weights).double(), tmp_path / "out")
+    rows = torch.arange(26).view(2, 13)
+    with torch.no_grad():
+        assert not torch.equal(found(rows).logits, loaded(weights).double()(rows).logits)
+    assert found.peft_config["default"].r == 2
+
+
 @pytest.mark.parametrize(
     ("model", "phrase"),
     [
+        ({"name": "hf:./w", "lora_rank": 2, "lora_targets": ["query"]}, "Target modules .*query"),
+        ({"name": "hf:./w", "lora_alpha": 2}, r"model\.lora_rank beside it"),
+        ({"lora_rank": 2}, r"adapters beside a model hf:\./FOLDER"),
         ({"name": "hf:llama"}, r"model\.name = 'hf:\./llama'"),
         ({"name": "hf:./absent"}, "no weights in it"),
         ({"name": "hf:./w", "layers": 3}, r"leave model\.layers out"),
@@ -186,7 +213,7 @@ def test_a_model_that_cannot_be_trained_is_refused(
     """In one paragraph before anything is written."""
     monkeypatch.chdir(tmp_path)
     Path("net.py").write_text(MODEL)
-    kind = re.match(r"hf:\./(w|bert|part|bare)", model["name"])
+    kind = re.match(r"hf:\./(w|bert|part|bare)", model.get("name", ""))
     if kind is not None:
         at = model_folder("bert" if kind[1] == "bert" else "llama", tmp_path / kind[1])
         if kind[1] in ("part", "bare"):

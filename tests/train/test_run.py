@@ -48,6 +48,21 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def test_sources_with_weights_go_on_on_another_number_of_ranks(tmp_path: Path):
+    """The same batches, from each source its share, and a source for validation."""
+    given = runs.settings(tmp_path / "run", steps=4, eval_every=2)
+    for name in ("b", "held"):
+        (tmp_path / f"{name}.txt").write_text(f"another text, {name}. " * 12)
+    of = (*given.data.source, str(tmp_path / "b.txt"))
+    held = str(tmp_path / "held.txt")
+    given = runs.changed(given, "data", source=of, weights=(3.0, 1.0), validation_source=held)
+    wanted = runs.run(runs.changed(given, "run", folder=str(tmp_path / "one")))
+    runs.run(runs.changed(given, "train", steps=2))
+    same(wanted, runs.run(runs.changed(given, "plan", text="dp2 zero1 fp64"), 2, RESUME))
+    with pytest.raises(InputError, match=r"data\.weights = \[3\.0, 1\.0\] \(now \[1\.0, 1\.0\]\)"):
+        runs.run(runs.changed(given, "data", weights=(1.0, 1.0)), 1, RESUME)
+
+
 # --- stopped and resumed ------------------------------------------------------------------------
 
 
@@ -137,7 +152,7 @@ def test_other_data_or_another_model_cannot_be_resumed_with(tmp_path: Path):
 
 def test_damage_is_answered_with_what_resume_can_follow(tmp_path: Path):
     """The folder to remove is named; without it the same command goes on from the one before."""
-    given = runs.settings(tmp_path / "run", steps=4)
+    given = runs.settings(tmp_path / "run", steps=4, eval_every=2)
     runs.run(given)
     more = runs.settings(tmp_path / "run", steps=6)
     damaged = given.folder / "checkpoints" / "step-000004"

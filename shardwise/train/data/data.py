@@ -9,13 +9,20 @@ targets are -100.
     targets    [t1 t2 t3 t4][t5 t6 t7 t8]
 
 The stream is divided into 128 stretches, and some of them, evenly spread, are held out for
-validation. The training sequences are shuffled in each epoch, by its number and the seed. So the
-state of a run is one number, the sequences consumed, which determines the global batch of a step.
-The ranks take contiguous blocks of that batch, whose sizes differ by at most one.
+validation; or the last source is. The training sequences are shuffled in each epoch, by its number
+and the seed. So the state of a run is one number, the sequences consumed, which determines the
+global batch of a step. The ranks take contiguous blocks of that batch, whose sizes differ by at
+most one.
+
+With weights, each source has epochs of its own. A round of about 1000 sequences has the same number
+of each source, by the weights, in an order that is drawn for the round:
+
+    sources, weights 2 to 1    a b a | a a b | b a a
+    sequence of its source     0 0 1 | 2 3 1 | 2 4 5
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +33,7 @@ from shardwise.train.data.packed import Packed
 IGNORED = -100  # a target that the loss ignores
 STRETCHES = 128
 COUNTED = 2**24
+ROUND = 1000  # sequences, about, in which the weights of sources hold exactly
 
 Index = NDArray[np.int64]
 
@@ -40,12 +48,20 @@ class Rows:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A stream as sequences of `sequence` tokens, and their numbers in the two splits."""
+    """A stream as sequences of `sequence` tokens, and their numbers in the two splits.
+    A sequence belongs to the source in which it begins.
+    """
 
     packed: Packed
     sequence: int
     training: Index
     validation: Index
+
+    @cached_property
+    def by_source(self) -> tuple[Index, ...]:
+        """The training sequences of each source."""
+        source = np.searchsorted(self.packed.ends, self.training * self.sequence, side="right")
+        return tuple(self.training[source == k] for k in range(len(self.packed.ends)))
 
     def rows(self, numbers: Index) -> Rows:
         """The sequences with these numbers."""
@@ -57,8 +73,10 @@ class Corpus:
         return Rows(inputs, targets)
 
 
-def split(packed: Packed, sequence: int, validation: float) -> Corpus:
-    """Split a stream. Raises InputError if it has fewer than two sequences."""
+def split(packed: Packed, sequence: int, validation: float, *, apart: bool = False) -> Corpus:
+    """Split a stream; with `apart`, the last source is the validation. Raises InputError if it has
+    fewer than two sequences, or a source none.
+    """
     count = max(0, -(-(len(packed.stream) - 1) // sequence))
     if count < 2:
         raise bad(
@@ -67,6 +85,14 @@ def split(packed: Packed, sequence: int, validation: float) -> Corpus:
             f"model.sequence = {max(1, (len(packed.stream) - 1) // 2)}, or more data",
         )
     numbers = np.arange(count, dtype=np.int64)
+    if apart:  # no sequence is of both
+        first = packed.ends[-2]
+        return Corpus(
+            packed,
+            sequence,
+            numbers[(numbers + 1) * sequence < first],
+            numbers[numbers * sequence >= first],
+        )
     stretches = min(STRETCHES, count)
     held = min(stretches - 1, max(1, round(stretches * validation)))
     stretch = numbers * stretches // count
@@ -77,17 +103,39 @@ def split(packed: Packed, sequence: int, validation: float) -> Corpus:
 
 @dataclass(frozen=True)
 class Batches:
-    """The order of training: `batch` sequences per step of `corpus.training`, by `seed`."""
+    """The order of training: `batch` sequences per step of `corpus.training`, by `seed`; with
+    `weights`, the sources in these shares.
+    """
 
     corpus: Corpus
     batch: int
     seed: int
+    weights: tuple[float, ...] = ()
 
     def numbers(self, consumed: int) -> Index:
-        """The global batch after `consumed` sequences; the last of an epoch may be smaller."""
+        """The global batch after `consumed` sequences. The last of an epoch may be smaller, without
+        weights.
+        """
+        if self.weights:
+            every = range(consumed, consumed + self.batch)
+            return np.array([self._weighted(number) for number in every])
         epoch, start = divmod(consumed, len(self.corpus.training))
         order = permutation(len(self.corpus.training), self.seed, epoch)
         return self.corpus.training[order[start : start + self.batch]]
+
+    def _weighted(self, number: int) -> int:
+        """The sequence that is the `number`-th to be consumed."""
+        shares = [max(1, round(ROUND * w / sum(self.weights))) for w in self.weights]
+        turn, place = divmod(number, sum(shares))
+        # permuted places, each of the source in whose share it falls
+        order = np.searchsorted(
+            np.cumsum(shares), permutation(sum(shares), self.seed, turn), "right"
+        )
+        source = order[place]
+        consumed = turn * shares[source] + int((order[:place] == source).sum())
+        sequences = self.corpus.by_source[source]
+        epoch, at = divmod(consumed, len(sequences))
+        return sequences[permutation(len(sequences), self.seed, epoch)[at]]
 
 
 def block(numbers: Index, rank: int, ranks: int) -> Index:
@@ -109,7 +157,7 @@ def padded(rows: Rows, count: int) -> Rows:
     )
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=8)
 def permutation(count: int, seed: int, epoch: int) -> Index:
     return np.random.default_rng([seed, epoch]).permutation(count)
 

@@ -1,28 +1,37 @@
-"""Text sources: files on this machine, as one deterministic sequence of documents.
+"""Text sources, each as one deterministic sequence of documents.
 
-"stdlib" is the source of this Python's standard library. A .jsonl file has one document per line,
-and a .parquet one per row, in `field`; a folder or a glob is read in sorted order.
+"stdlib" is the source of this Python's standard library, and a .txt file is a document. Other files
+have one document a row, in `field`; a folder or a glob is read in sorted order. `hf:NAME[:SPLIT]`
+is a data set of the Hub, or a folder that is laid out like one. The library `datasets` reads all
+but text, as a stream: only its tokens are stored.
 
-Text is UTF-8. With `exact`, for a vocabulary of bytes, bytes that are not UTF-8 become lone
-surrogates (PEP 383), which `raw` converts back.
+Text is UTF-8. In a .txt file, with `exact`, for a vocabulary of bytes, bytes that are not UTF-8
+become lone surrogates (PEP 383), which `raw` converts back.
 """
 
 import glob
-import json
 import math
 import os
-import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from shardwise.core.errors import InputError, bad
+from shardwise.core.errors import InputError, bad, one_line
 
-SUFFIXES = (".txt", ".jsonl", ".parquet")
-FORMS = "'stdlib', or a .txt, .jsonl or .parquet file, a folder of them, or a glob"
-TEXT_COLUMNS = ("string", "large_string", "dictionary<values=string")  # as pyarrow prints types
+#: The name that `datasets` has for the files of a suffix.
+KINDS = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
+SUFFIXES = (".txt", *KINDS)
+HUB = "hf:"
+FORMS = (
+    "'stdlib', a .txt, .jsonl, .parquet or .arrow file, a folder of them, a glob, or "
+    "hf:NAME[:SPLIT] for a data set of the Hub or a folder like one"
+)
+TEXT_COLUMNS = ("string", "large_string")  # as `datasets` names types
+ROWS = 1000  # that are read at once
 # folders without the library's own source: installed packages, tests, tables of data
 LEFT_OUT = frozenset(
     (
@@ -35,42 +44,68 @@ LEFT_OUT = frozenset(
 
 @dataclass(frozen=True)
 class Source:
-    """About `most_bytes` of files in reading order, and the field with the text."""
+    """About `most_bytes` of a source in reading order, and the field with the text: `files`, or
+    the `split` of a data set that `datasets` has found (`builder`).
+    """
 
     name: str
     files: tuple[Path, ...]
     field: str
     most_bytes: float = math.inf
+    builder: Any = None
+    split: str = "train"
 
     @property
     def cut(self) -> bool:
-        """Whether `most_bytes` leaves a part of the files out."""
+        """Whether `most_bytes` may leave a part out."""
         limited = self.most_bytes < math.inf
-        return limited and sum(file.stat().st_size for file in self.files) > self.most_bytes
+        sizes = (file.stat().st_size for file in self.files)
+        return limited and (self.builder is not None or sum(sizes) > self.most_bytes)
+
+    @property
+    def state(self) -> list[Any]:
+        """What changes with the content. Raises InputError for files that cannot be read."""
+        part = [self.field, self.most_bytes if self.cut else ""]
+        if self.builder is not None:
+            files = self.builder.config.data_files[self.split]
+            return [*part, *files, *files.origin_metadata]
+        try:
+            found = [(str(file.absolute()), file.stat()) for file in self.files]
+        except OSError as error:
+            raise unreadable(error.filename or self.name, error) from None
+        return [*part, *((at, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for at, s in found)]
 
     def documents(self, exact: bool = False) -> Iterator[str]:
         """The documents in order, without empty ones; `exact` preserves all bytes."""
         left = self.most_bytes
-        for file in self.files:
-            for text in _read(file, self, exact):
-                if text:
-                    yield text
-                left -= len(text)
-                if left <= 0:
-                    return
+        for text in self._texts("surrogateescape" if exact else "strict"):
+            if text:
+                yield text
+            left -= len(text)
+            if left <= 0:
+                return
+
+    def _texts(self, errors: str) -> Iterator[str]:
+        if self.builder is not None:
+            yield from _rows(self.builder, self.split, self.name, self.field)
+        for suffix, files in groupby(self.files, lambda file: file.suffix):
+            if suffix not in KINDS:
+                yield from (_text(file, errors, self.most_bytes) for file in files)
+            else:
+                names = [str(file) for file in files]
+                made = _builder(names[0], KINDS[suffix], [glob.escape(name) for name in names])
+                yield from _rows(made, "train", names[0], self.field)
 
 
 def raw(text: str) -> bytes:
-    """The bytes of an `exact` document, UTF-8 of other text; other lone surrogates become '?'."""
-    try:
-        return text.encode("utf-8", errors="surrogateescape")
-    except UnicodeEncodeError:
-        known = re.sub("[\ud800-\udc7f\udd00-\udfff]", "?", text)
-        return known.encode("utf-8", errors="surrogateescape")
+    """The bytes of an `exact` document, UTF-8 of other text."""
+    return text.encode("utf-8", errors="surrogateescape")
 
 
 def find(source: str, field: str) -> Source:
-    """The files of a `source`. Raises InputError if none has any content."""
+    """The files of a `source`, or its data set. Raises InputError if none has any content."""
+    if source.startswith(HUB):
+        return _data_set(source, field)
     try:
         files = _standard_library() if source == "stdlib" else _user_files(source)
         written = any(file.stat().st_size for file in files)
@@ -109,15 +144,12 @@ def unreadable(what: str | Path, error: OSError) -> InputError:
     return bad(f"{what}, which cannot be read ({error.strerror or error})", FORMS, _instead())
 
 
-def _read(file: Path, source: Source, exact: bool) -> Iterator[str]:
-    errors = "surrogateescape" if exact else "strict"
+def _text(file: Path, errors: str, most_bytes: float) -> str:
     try:
-        if file.suffix == ".jsonl":
-            yield from _jsonl(file, source.field, errors)
-        elif file.suffix == ".parquet":
-            yield from _parquet(file, source.field)
-        else:
-            yield _text(file, errors, source.most_bytes)
+        if file.stat().st_size <= most_bytes:
+            return file.read_bytes().decode("utf-8", errors)
+        with file.open("rb") as stream:  # the beginning may end within a character
+            return stream.read(int(most_bytes)).decode("utf-8", errors="ignore")
     except OSError as error:
         raise unreadable(file, error) from None
     except UnicodeError as error:
@@ -128,68 +160,65 @@ def _read(file: Path, source: Source, exact: bool) -> Iterator[str]:
         ) from None
 
 
-def _text(file: Path, errors: str, most_bytes: float) -> str:
-    if file.stat().st_size <= most_bytes:
-        return file.read_bytes().decode("utf-8", errors)
-    with file.open("rb") as stream:  # the beginning may end within a character
-        return stream.read(int(most_bytes)).decode("utf-8", errors="ignore")
+# --- what the library `datasets` reads ----------------------------------------------------------
 
 
-def _jsonl(file: Path, field: str, errors: str) -> Iterator[str]:
-    with file.open(encoding="utf-8", errors=errors) as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield _field(line, field, f"{file}, line {number}")
+def _data_set(source: str, field: str) -> Source:
+    """`hf:NAME`, `hf:NAME:SPLIT` or `hf:NAME:SUBSET:SPLIT`, in which NAME may be a folder."""
+    name, *parts = source.removeprefix(HUB).split(":")
+    split = parts[-1] if parts else "train"
+    builder = _builder(source, name, subset=parts[0] if len(parts) > 1 else None)
+    splits = list(builder.config.data_files or {})
+    if split not in splits:
+        allowed, instead = f"one of its splits ({', '.join(splits)})", f"{HUB}{name}:{splits[0]}"
+        raise bad(f"data.source = '{source}', without the split '{split}'", allowed, instead)
+    return Source(source, (), field, builder=builder, split=split)
 
 
-def _field(line: str, field: str, where: str) -> str:
+def _builder(
+    what: str, kind: str, files: list[str] | None = None, subset: str | None = None
+) -> Any:
+    """The files of a data set and their format; nothing is read yet."""
     try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        given = f"{where}, which is not JSON ({error})"
-        raise bad(given, "one object a line", '{"text": "..."}') from None
-    values = row if isinstance(row, dict) else {}
-    if not isinstance(values.get(field), str):
-        raise _no_text(where, field, [key for key, v in values.items() if isinstance(v, str)])
-    return values[field]
-
-
-def _no_text(where: str, field: str, others: list[str]) -> InputError:
-    """The error for a row whose `field` has no text; `others` are its fields with text."""
-    return bad(
-        f"{where}, which has no text in the field '{field}'",
-        f"a field with text in every row (here: {', '.join(others[:8]) or 'none'})",
-        f"data.field = '{others[0]}'" if others else '{"text": "..."}',
-    )
-
-
-def _parquet(file: Path, field: str) -> Iterator[str]:
-    pq = _pyarrow(file)
-    try:
-        table = pq.ParquetFile(file)
-    except ValueError as error:  # pyarrow's ArrowInvalid is a ValueError
-        raise bad(f"{file}, which is not Parquet ({error})", FORMS, _instead()) from None
-    columns = table.schema_arrow
-    textual = [column.name for column in columns if str(column.type).startswith(TEXT_COLUMNS)]
-    if field not in textual:
-        raise _no_text(str(file), field, textual)
-    try:
-        for rows in table.iter_batches(columns=[field]):
-            yield from (text or "" for text in rows.column(0).to_pylist())
-    except ValueError as error:
-        raise bad(f"{file}, which is damaged ({error})", FORMS, _instead()) from None
-
-
-def _pyarrow(file: Path) -> Any:
-    try:
-        import pyarrow.parquet
+        import datasets
     except ModuleNotFoundError:
         raise bad(
-            f"{file}, which only pyarrow can read, and pyarrow is not installed",
-            "Parquet with the extra `parquet`, or .txt and .jsonl without it",
-            "pip install pyarrow",
+            f"{what}, which only datasets can read, and datasets is not installed",
+            "other files than .txt with the extra `data`",
+            "pip install datasets",
         ) from None
-    return pyarrow.parquet
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # an error is one paragraph, below
+    with _explained(what):
+        return datasets.load_dataset_builder(kind, subset, data_files=files)
+
+
+def _rows(builder: Any, split: str, what: str, field: str) -> Iterator[str]:
+    with _explained(what):
+        stream = builder.as_streaming_dataset(split=split)
+        kinds = {name: getattr(kind, "dtype", "") for name, kind in (stream.features or {}).items()}
+        textual = [name for name, dtype in kinds.items() if dtype in TEXT_COLUMNS]
+        if field in textual:
+            stream = stream.select_columns(field)
+        for rows in stream.iter(batch_size=ROWS):
+            texts = rows.get(field, [0])
+            if not all(isinstance(text, str | None) for text in texts):
+                raise bad(
+                    f"{what}, which has no text in the field '{field}'",
+                    f"a field with text in every row (here: {', '.join(textual[:8]) or 'none'})",
+                    f"data.field = '{textual[0]}'" if textual else '{"text": "..."}',
+                )
+            yield from (text or "" for text in texts)
+
+
+@contextmanager
+def _explained(what: str) -> Generator[None]:
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # noqa: BLE001 (the errors of datasets, pyarrow, the Hub, ...)
+        why = one_line(f"{type(error).__name__}: {error}")[:300]
+        raise bad(f"{what}, which datasets cannot read ({why})", FORMS, _instead()) from None
 
 
 def _instead() -> str:
