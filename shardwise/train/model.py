@@ -253,6 +253,7 @@ def model_sizes(
 
 
 def adapters_of(section: ModelSection) -> Adapters | None:
+    """Raises InputError for the other keys of adapters without a rank."""
     if section.lora_rank is None:
         keys = [key for key in OF_ADAPTERS if getattr(section, key)]
         _refuse(section, keys, "model.lora_rank beside it")

@@ -132,6 +132,7 @@ def _write(sources: Sequence[Source], vocabulary: Vocabulary, path: Path, about:
         return np.concatenate(numbers).tobytes(), len(texts), sum(len(raw(text)) for text in texts)
 
     def write(beside: Path) -> None:
+        """Write and count the documents of each source."""
         with beside.open("wb") as out:
             for source in sources:
                 for numbers, documents, size in _ahead(encode, _batches(source.documents(exact))):
