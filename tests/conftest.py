@@ -29,7 +29,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 settings.register_profile("house", deadline=None, derandomize=True, database=None)
 settings.load_profile("house")
 
-CASES, LONG_S = 2, 1.5
+CASES, LONG_S = 2, 0.8
 #: Files of which every case that is not `full` runs: it costs next to nothing, or is a fact.
 WHOLE = ("tests/test_plans.py", "tests/refused/", "tests/core/")
 #: It is a part of `make check`.

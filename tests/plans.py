@@ -40,18 +40,17 @@ CANONICAL: dict[str, list[str]] = {
     ],
     "tensor": ["tp2", "tp4 sp", "tp2 sp", "dp2 tp2 sp zero3", "tp2 accumulate:2"],
     "context": [
-        *("cp2", "cp2 zero3", "cp2:ulysses", "dp2 cp2 zero3", "cp2 zero3 recompute:full"),
-        *("cp2 fp32", "cp2 zero2 recompute:selective accumulate:2"),
-        *("cp2 zero3 offload:optim", "cp2 ep2"),
+        *("cp2", "cp2 zero3", "cp2:ulysses", "cp2 zero3 recompute:full", "cp2 fp32"),
+        "cp2 zero3 offload:optim",
     ],
     "pipeline": [
         *("pp2", "pp2 naive", "pp2 gpipe:3", "pp2 1f1b:4", "pp2 dapple:4", "pp2 interleaved:4x2"),
         *("pp2 bfs:4x2", "pp2 zb-h1:4", "pp2 zb-v:4", "pp2 dualpipe-v:4", "pp2 pipedream:4"),
         *("pp2 2bw:4", "pp2 dp2 zero3 1f1b:2", "pp3 1f1b:3 stages:1,3,1"),
     ],
-    "experts": ["dp2 ep2", "dp2 ep2 accumulate:2", "dp4 ep2 zero3"],
+    "experts": ["dp2 ep2", "dp2 ep2 accumulate:2"],
     "recomputation": [
-        *(f"dp2 zero3 recompute:{how}" for how in ("full", "selective", "every2", "128KiB")),
+        *(f"dp2 zero3 recompute:{how}" for how in ("full", "selective", "every2")),
         *("ddp recompute:blocks.0.mlp,blocks.1", "tp2 recompute:partitioned", "tp2 recompute:head"),
         *("pp2 gpipe:2 recompute:head", "tp2 sp recompute:full", "pp2 zb-v:4 recompute:full"),
         *("tp2 recompute:partitioned-host", "dp2 zero3 recompute:blocks.*.mlp,blocks.1"),
@@ -68,7 +67,6 @@ CANONICAL: dict[str, list[str]] = {
     "memory": [
         *("dp2 zero3 tile:2", "dp2 zero3 offload:optim-delayed=1 tile:3=head,*.mlp.*"),
         *("dp1 offload:param tile:3", "dp2 zero3 arenas recompute:full", "dp2 zero2 arenas"),
-        "pp2 1f1b:3 recompute:full arenas",
     ],
     "layers": [
         *("dp2 | blocks.1: zero3", "dp2 zero3 | head: tp2", "tp2 | blocks.1: dp2"),
@@ -82,7 +80,9 @@ CANONICAL: dict[str, list[str]] = {
         *("dp_replicate2 dp_shard2 zero1", "dp_replicate2 dp_shard2 zero3"),
         *("tp4", "dp2 tp2 zero1", "cp4", "cp4:2x2 zero2", "cp2 tp2", "cp2 tp2 sp zero1"),
         *("cp4:ulysses zero1 accumulate:2", "cp2 pp2 zb-h1:2", "cp2:ulysses pp2 recompute:full"),
-        *("cp2 pp2 1f1b:4", "pp2 dp2 ep2 1f1b:2"),
+        *("cp2 pp2 1f1b:4", "dp2 cp2 zero3", "cp2 zero2 recompute:selective accumulate:2"),
+        *("dp2 zero3 recompute:128KiB", "pp2 1f1b:3 recompute:full arenas"),
+        *("cp2 ep2", "dp4 ep2 zero3", "pp2 dp2 ep2 1f1b:2"),
         *("dp2 cp2 ep2 zero3 accumulate:2", "cp2 2bw:4 pp2", "pp4 1f1b:8", "pp2 dp2 2bw:4"),
         *("pp2 tp2 sp zero1 zb-h1:2", "pp2 dp2 zero2 accumulate:2 gpipe:2"),
         *("pp2 dp2 zero3 interleaved:2x2 stages:2,1,1,1", "dp4 ep4 zero1", "dp2 ep2 tp2"),

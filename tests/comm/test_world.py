@@ -274,7 +274,7 @@ def test_each_set_of_ranks_is_opened_once_for_a_queue() -> None:
 
 #: Canonical plans with links in a host and between hosts; a gather, exchanges, rows between hosts.
 PLANS = [
-    *("tp2 sp", "cp2:ulysses", "dp2 ep2", "dp2 zero3 | head: tp2"),
+    *("tp2 sp", "cp2:ulysses", "dp2 cp2 zero3", "dp2 ep2", "dp2 zero3 | head: tp2"),
     *(p for k, of in CANONICAL.items() for p in of if k != LONG and Plan.parse(p).size > 2),
 ]
 

@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from shardwise.engine.engine import Engine
 from tests.engine.cases import Task, rows_task, settled, vectors
-from tests.engine.tensors import ADAMW
 from tests.engine.zoo import Stack
 
 #: Eight rows and one more: of the numbers of microbatches only three divides them.
@@ -205,6 +204,3 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 def task(name: str = "deep", rows: int = ROWS) -> Task:
     return rows_task(MODELS[name], partial(vectors, rows=rows))
-
-
-__all__ = ["ADAMW", "MODELS", "SGD", "chain", "deep", "task"]

@@ -29,15 +29,8 @@ from tests.engine.cases import (
     vectors,
 )
 from tests.engine.loops import rows as own_rows
-from tests.engine.pipelines import ADAMW, MODELS, SGD, break_in, chain, deep, fragile, normed, task
-from tests.engine.tensors import (
-    assert_pieces,
-    equals_one,
-    gpt_task,
-    holds,
-    mine,
-    pieces,
-)
+from tests.engine.pipelines import MODELS, SGD, break_in, chain, deep, fragile, normed, task
+from tests.engine.tensors import ADAMW, assert_pieces, equals_one, gpt_task, holds, mine, pieces
 from tests.engine.zoo import Buffered, Stack
 from tests.parallel.between import LateNorm, rows
 from tests.pool import run_threads

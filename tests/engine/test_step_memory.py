@@ -34,8 +34,8 @@ from tests.engine.cases import (
     tied_gpt,
     vectors,
 )
-from tests.engine.pipelines import ADAMW, WIDTH
-from tests.engine.tensors import SHAPES, gpt_task, holds, mine
+from tests.engine.pipelines import WIDTH
+from tests.engine.tensors import ADAMW, SHAPES, gpt_task, holds, mine
 from tests.engine.zoo import Stack, make
 from tests.pool import run_threads
 

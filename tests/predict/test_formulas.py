@@ -229,6 +229,7 @@ def test_tokens_that_stay_on_their_rank_send_nothing():
 # --- predictions of any model ---------------------------------------------------------------------
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", ["topk", "expert-choice"])
 def test_a_prediction_stores_little_for_each_rank(name: str):
     """Of two thousand ranks the numbers that all of them gather."""

@@ -21,7 +21,8 @@ from shardwise.verify.inputs import Options
 from shardwise.verify.oracles.batches import ragged
 from shardwise.verify.oracles.oracles import is_asynchronous
 from tests.engine.cases import Case, build, rows_task
-from tests.engine.pipelines import ADAMW, Dropping, chain, with_dropout
+from tests.engine.pipelines import Dropping, chain, with_dropout
+from tests.engine.tensors import ADAMW
 from tests.pool import run_threads
 from tests.verify import micro
 
