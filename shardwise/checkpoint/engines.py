@@ -190,8 +190,12 @@ def planned_save(
     prune: Callable[[], object] | None = None,
     locks: Sequence[Path] = (),
     further: Sequence[Box] = (),
+    *,
+    frozen: bool = True,
 ) -> PlannedSave:
-    """The save of the state with these scalars and further boxes. Raises like PlannedSave."""
+    """The save of the state with these scalars and further boxes; without the `frozen` weights, if
+    the caller can make them again. Raises like PlannedSave.
+    """
     trained.world.background.settle(folder)
     if isinstance(trained, Engine):
         trained.wait()
@@ -200,7 +204,9 @@ def planned_save(
         trained.compare_ranks()
     boxes = [*trained.boxes(), *further]
     checked = _checked(trained, boxes, scalars["step"])
-    scalars = scalars | {"model": described(trained)}
+    if not frozen:
+        boxes = [box for box in boxes if not box.name.startswith(MODEL) or box.name in checked]
+    scalars = scalars | {"model": described(trained), "frozen": frozen}
     world, pages = trained.world, _pages(trained)
     return PlannedSave(
         folder, boxes, scalars, world, checked=checked, pages=pages, prune=prune, locks=locks
@@ -302,6 +308,8 @@ def fill(trained: Engine | PlainLoop, folder: Path, check: Check) -> dict[str, A
     # none where `checked` refuses the checkpoint on every rank
     said = None if opened is None else opened.scalars.get(kind)
     boxes = _boxes(trained, opened, said) if opened and isinstance(said, dict) else []
+    if opened and not opened.scalars.get("frozen", True):
+        boxes = [box for box in boxes if box.name in opened.tensors]
     given = _given(opened.tensors) if boxes and opened else {}
     saved = reading.load(folder, boxes + _of_extra(given, world), world, checked, pages=pages)
     if "values" in saved:

@@ -91,7 +91,8 @@ class RunSaves:
             "engine": self.engine.scalars(),
         } | ({} if validation is None else {"validation": validation})
         keep = partial(prune, folder, train.keep, best=train.keep_best)
-        planned = planned_save(self.engine, folder, scalars, keep)
+        frozen = self.prepared.config.model.lora_rank is None  # else the folder has the weights
+        planned = planned_save(self.engine, folder, scalars, keep, frozen=frozen)
         if train.async_save and not wait:
             self.pending = PendingCheckpoint(planned)
         else:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.checkpoint.folder import find
+from shardwise.checkpoint.open_checkpoint import open_checkpoint
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError, RankError
 from shardwise.models import pretrained
@@ -175,6 +177,8 @@ def test_adapters_train_alone_and_are_exported_for_peft(
     two = runs.changed(one, "run", folder=str(tmp_path / "two"))
     run(runs.changed(two, "train", steps=2))
     two = runs.changed(two, "plan", text=plan)
+    saved = open_checkpoint(find(two.folder / "checkpoints")).tensors
+    assert all("lora_" in name for name in saved if name.startswith("model/"))
     assert [r.loss for r in run(two, 2, RunStart(resume=True))] == pytest.approx(wanted, rel=1e-9)
     printed(capsys, "checkpoint", "export", str(two.folder), "--to", str(tmp_path / "out"))
     assert (tmp_path / "out/adapter_model.safetensors").stat().st_size < 50_000
