@@ -2,7 +2,7 @@
 
     for each microbatch: forward, backward        (data.py gathers, frees and reduces)
     finish the reductions; sum over the ranks     (loss, tokens, which gradients exist; the norm)
-    update this rank's pieces                     (updating.py)
+    update this rank's pieces                     (optimizer.py)
     begin to gather what the next step uses
 
 The loss is the mean over the tokens of the *global* batch.  The tokens of all ranks are summed
@@ -31,8 +31,8 @@ from shardwise.engine.checks import validate
 from shardwise.engine.checks.consistency import ConsistencyCheck
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.norm import LossScale, LossWeights, counted
+from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_state import Catalogue
-from shardwise.engine.optimizer.updating import Updates, optimizer_of
 from shardwise.engine.options import Build, Training
 from shardwise.engine.precision import DTYPES
 from shardwise.engine.rank_zero_weights import RankZeroWeights
@@ -79,25 +79,14 @@ class Engine:
         self.scale = LossScale(on=self.plan.precision == "fp16")
         self.guard = self._guard()
         with self.ledger.phase("start"):
-            tiers, offload = self.world.tiers, self.plan.offloaded
-            self.optimizer = optimizer_of(training.optimizer, self.data, tiers, self.disk)
+            how = self.data.units, self.world.tiers, self.disk
+            self.optimizer = ShardedOptimizer(training.optimizer, *how)
         self.optimizer.compare_on(self.consensus.same)
         if self.guard.by_norm:
             self.data.leave_device = self.optimizer.see
         units = EngineUnits(self.data, sharded.applied, self.staging)
         every = training.check_every.rerun
         self.passes = Passes(model, units, self._objective, every, self.optimizer, self.guard)
-        self.updates = Updates(
-            self.optimizer,
-            self.data,
-            self.guard,
-            self.scale,
-            norms=sharded.norms,
-            over_stages=self._over_stages,
-            clip=training.clip,
-            delays=lambda: offload is not None and offload.delays(self.steps),
-            by_schedule=self.passes.stale is not None,
-        )
         self.steps = self.steps_run = 0  # of the run, and of this engine
         self.coming: state.Loading | None = None  # a checkpoint that is being loaded
         self.shares_compared = False  # whether data ranks have compared a batch
@@ -196,7 +185,7 @@ class Engine:
         self.steps, self.steps_run = self.steps + 1, self.steps_run + 1
         self.data.in_step = False
         self.last = self.ledger.since(before, apart)
-        sent_bytes, lr = rank_bytes(self.last), self.optimizer.lr
+        sent_bytes, lr = rank_bytes(self.last), self.optimizer.options.lr
         return Metrics(result, lr, sent_bytes, clips=self.training.clip is not None)
 
     def _loss_weights(self, counts: Sequence[float]) -> LossWeights:
@@ -270,15 +259,17 @@ class Engine:
             if self.world.dry and not count:
                 used[:-1] = self.consensus.expected()
         by_norm, raises = self.guard.by_norm, not self.guard.skip
-        squares, differs = self.updates.squares(differs) if by_norm else (loss * 0, differs)
+        squares, differs = step_end.squares(self, differs) if by_norm else (loss * 0, differs)
         numbers = StepNumbers(weights.correction(tokens), loss, tokens, used, squares, differs)
-        same, late, arriving = self.consensus.same, self.updates.on_device, chain(first, arriving)
+        same, arriving = self.consensus.same, chain(first, arriving)
+        waits = self.scale.on or self.passes.stale is not None
+        late = self.optimizer.skips_on_device and not waits
         unread = PendingResult(self.steps + 1, numbers, same, by_norm=by_norm, raises=raises)
         if not late:
             step_end.update_or_skip(self, unread, summed, arriving)
         else:
-            factor, norm = self.updates.factor_without_wait(unread, numbers, weights.alone)
-            self.updates.update(arriving, factor, norm)
+            factor = step_end.factor_without_wait(self, unread, numbers, weights.alone)
+            self.optimizer.update(factor, None if by_norm else arriving)
         self.data.units.begin_unshard()
         self.unread = unread if late else None
         if unread.numbers.ready:
@@ -364,15 +355,15 @@ class Engine:
         validate.outside_of_loss(self.data.in_loss)
         step_end.report(self)
         self.data.units.take_assigned()
-        if self.optimizer.running:
+        if self.optimizer.host.running:
             self.data.units.to_sharded()
             with self.ledger.phase("update"):
-                self.updates.finish()
+                self.optimizer.host.finish()
             self.data.units.begin_unshard()
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the next steps."""
-        self.optimizer.set_lr(lr)
+        self.optimizer.options.set_lr(lr)
 
     # --- state, memory, bytes -----------------------------------------------------------------
 
@@ -411,14 +402,14 @@ class Engine:
             "loss_scale": self.scale.value,
             "since": self.scale.good,
             "optimizer": self.training.optimizer.kind.__name__,
-            "groups": self.optimizer.changed(),
+            "groups": self.optimizer.options.changed(),
         } | state.values(self.model, self.sharded, self.optimizer, self.world)
 
     def load_scalars(self, saved: Mapping[str, Any]) -> None:
         self.steps = int(saved["step"])
         self.scale.value, self.scale.good = float(saved["loss_scale"]), int(saved["since"])
         self.scale.value = self.scale.value if self.scale.on else 1.0
-        self.optimizer.load_changed(saved.get("groups", {}))
+        self.optimizer.options.load_changed(saved.get("groups", {}))
 
     def gradients(self) -> list[state.Box]:
         """The gradients that the last update used: summed, unscaled, clipped.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.comm.move import begin_sum
 from shardwise.comm.tiers.host_memory import HostNumbers
 from shardwise.core.errors import NonFiniteError
 from shardwise.engine.checks import validate
@@ -75,11 +76,11 @@ class Progress(NamedTuple):
     @classmethod
     def of(cls, engine: "Engine") -> "Progress":
         counts = engine.steps, engine.steps_run, engine.consistency.checked
-        return cls(*counts, engine.shares_compared, bool(engine.optimizer.running))
+        return cls(*counts, engine.shares_compared, bool(engine.optimizer.host.running))
 
     def give_to(self, dry: "Engine") -> None:
         """Set these numbers of an engine, perhaps after its pending update."""
-        if dry.optimizer.running and not self.pending:
+        if dry.optimizer.host.running and not self.pending:
             dry.flush()
         dry.steps, dry.steps_run, dry.consistency.checked = self[:3]
         dry.shares_compared = self.compared
@@ -175,21 +176,96 @@ class Metrics:
         )
 
 
+# --- from the gradients to the update -------------------------------------------------------------
+
+
+def squares(engine: "Engine", number: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of squares of all ranks' gradients [1], loss scale included: a double.
+
+    The sum of `number` [1] over the tensor axis travels in the same message.
+    """
+    optimizer, guard = engine.optimizer, engine.guard
+    with engine.ledger.phase("backward"):
+        engine.data.finish_sums()
+    with engine.ledger.phase("check"):
+        found, device = list[Tensor](), engine.world.device
+        for flats, axes in engine.sharded.norms:
+            own = [each.to(device) for each in optimizer.squares(flats)]
+            squared = torch.stack(own).sum().view(1) if own else number.new_zeros(1)
+            for axis in axes:
+                beside = number if axis is guard.axis else number[:0]
+                total = begin_sum(torch.cat([squared, beside]), axis).wait()
+                squared, number = total[:1], total[1:] if len(beside) else number
+            found.append(squared)
+        return begin_sum(torch.stack(found).sum(0), engine.stages).wait(), number
+
+
+def shrink(clip: float | None, norm: Any) -> Any:
+    """The factor that bounds gradients of this norm (Pascanu et al., arXiv 1211.5063)."""
+    if clip is None or norm is None:
+        return 1.0
+    ratio = clip / (norm + 1e-6)
+    whole = isinstance(ratio, Tensor)
+    return ratio.nan_to_num(1.0).clamp(max=1.0) if whole else min(1.0, ratio)
+
+
+def factor_without_wait(
+    engine: "Engine", unread: PendingResult, numbers: StepNumbers, alone: float | None
+) -> Factor:
+    """The factor of an update, from numbers of a step that the device may not have made yet.
+
+    `alone` is the number of microbatches if no other rank computes tokens.
+    """
+    flags = engine.consensus.flags()
+    if not all(flags):  # of which other ranks may have a gradient
+        flags = used_in(unread.read().used)
+    engine.consensus.set_used(flags)
+    finite = torch.cat([numbers.loss, numbers.squares]).isfinite().all()
+    # without dims: factors change no dtype
+    correction = numbers.correction.squeeze() if alone is None else 1 / alone
+    norm = numbers.squares.squeeze().sqrt() * correction if unread.by_norm else None
+    value = shrink(engine.training.clip, norm) * correction
+    return Factor(value, finite.logical_not().float())
+
+
 def update_or_skip(
     engine: "Engine", unread: PendingResult, summed: Tensor, arriving: Iterable[Unit]
 ) -> None:
     """Update after the host has read the numbers of the step; `summed` is this rank's loss."""
-    result, updates = _checked_result(engine, unread), engine.updates
+    result, offload = _checked_result(engine, unread), engine.plan.offloaded
     if result.skipped:
-        error = updates.leave_out(unread.step, summed, _norm_of(result))
-        if error is None:
-            return
-        if not engine.passes.leave_out():  # the step has changed nothing
-            engine.data.units.begin_unshard()
-            engine.data.in_step = False
-        raise error
-    updates.update(arriving, Factor(result.correction), result.norm)
+        _leave_out(engine, unread.step, summed, _norm_of(result))
+        return
+    if engine.passes.stale is None:  # else the schedule has updated each stage
+        factor = Factor(shrink(engine.training.clip, result.norm) * result.correction)
+        later = offload is not None and offload.delays(engine.steps)
+        engine.optimizer.update(factor, None if unread.by_norm else arriving, later=later)
+    engine.scale.update(overflow=False)
     engine.guard.passed()
+
+
+def _leave_out(engine: "Engine", step: int, summed: Tensor, norm: float | None) -> None:
+    """End a step without its update. Raises NonFiniteError if it must not be skipped.
+
+    `summed` is this rank's loss; `norm` is the norm of the gradients if that is the reason.
+    All ranks call this, and all raise or none.
+    """
+    optimizer, guard, data = engine.optimizer, engine.guard, engine.data
+    with engine.ledger.phase("backward"):
+        data.finish_sums()
+    if engine.passes.stale is None:
+        data.units.to_sharded()
+    optimizer.host.finish()
+    find = partial(guard.error, step, summed, optimizer.flats, norm)
+    error = guard.record_skip(step, find, expected=engine.scale.on)
+    engine.scale.update(overflow=True)
+    optimizer.skip()
+    optimizer.clear(optimizer.flats)
+    if error is not None:
+        if not engine.passes.leave_out():  # the step has changed nothing
+            data.units.begin_unshard()
+            data.in_step = False
+        raise error
 
 
 def report(engine: "Engine", summed: Tensor | None = None) -> None:
@@ -218,7 +294,7 @@ def report(engine: "Engine", summed: Tensor | None = None) -> None:
 def note_factor(engine: "Engine", unread: PendingResult | None) -> None:
     if unread is not None and not unread.read().skipped:
         result = unread.read()
-        engine.optimizer.factor = result.correction * engine.updates.shrink(result.norm)
+        engine.optimizer.factor = result.correction * shrink(engine.training.clip, result.norm)
 
 
 def _checked_result(engine: "Engine", unread: PendingResult) -> StepResult:

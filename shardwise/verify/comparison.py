@@ -280,7 +280,7 @@ class Comparison:
 
     def evaluation(self, engine: Engine, step: int) -> None:
         """Compare the loss and the outputs of another batch in eval mode."""
-        pending = bool(engine.optimizer.running)  # its bytes are those of an update
+        pending = bool(engine.optimizer.host.running)  # its bytes are those of an update
         late = isinstance(self.oracles.exact, Oracle) and self.oracles.exact.pending
         self.errors.append(Errors.of_facts("evaluation", {"a pending update": pending == late}))
         shared = self.shared(engine, IDLE_STEP)
@@ -367,13 +367,12 @@ def whole_of(oracle: Oracle | AsyncOracle) -> tuple[tuple[str, tuple[int, ...]],
 @contextmanager
 def bounded(engine: Engine, step: int) -> Iterator[float | None]:
     """The bound on the gradient's norm in a step; in one of every four it is above the norm."""
-    clip, training, updates = engine.training.clip, engine.training, engine.updates
+    clip, training = engine.training.clip, engine.training
     if clip is not None and step % 4 == IDLE_STEP:
         clip *= LOOSE
     engine.training = replace(training, clip=clip)
-    engine.updates = replace(updates, clip=clip)
     yield clip
-    engine.training, engine.updates = training, updates
+    engine.training = training
 
 
 def drawn(step: int, act: Callable[[], Any]) -> Any:

@@ -155,7 +155,7 @@ def engine_of(
     engine.consistency.before_first = None  # the proof compares with the plain model itself
     if live is None:  # updates in several parts, and later than in the run of ten steps
         half = sum(flat.shard.nbytes for flat in engine.flats if flat.trained) // 2 + 1
-        engine.updates.early_bytes, engine.updates.late = half, True
+        engine.optimizer.early_bytes, engine.optimizer.host.late = half, True
     return engine
 
 

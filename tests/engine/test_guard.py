@@ -21,7 +21,7 @@ from shardwise.core.tools.arguments import CheckEvery
 from shardwise.engine.checks import guard
 from shardwise.engine.checks.device_room import ran_out
 from shardwise.engine.engine import Engine
-from shardwise.engine.optimizer import updating
+from shardwise.engine.optimizer import optimizer
 from shardwise.engine.options import EngineOptions
 from shardwise.observe.dry_twin import DryTwin
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
@@ -131,7 +131,7 @@ def test_all_ranks_raise_before_any_update(
     plan: str, kind: str, clip: float | None, monkeypatch: pytest.MonkeyPatch
 ):
     """With early updates of each unit, and by the norm; step, rank and parameter are named."""
-    monkeypatch.setattr(updating, "EARLY_BYTES", 1)
+    monkeypatch.setattr(optimizer, "EARLY_BYTES", 1)
     check(plan, kind, clip)
 
 

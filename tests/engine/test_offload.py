@@ -27,7 +27,7 @@ from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.checks.device_room import with_offload
 from shardwise.engine.engine import Engine
-from shardwise.engine.optimizer.updating import MemoryOptimizer
+from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 from shardwise.engine.predict import predict
 from shardwise.observe.meter import Meter
 from shardwise.prediction.prediction import Prediction
@@ -68,7 +68,7 @@ def step_of(engine: Engine, step: int) -> Any:
 def in_parts(world: World, words: str) -> tuple[list[bool], Held]:
     """Steps without clipping in which units of 4 KiB are updated at once, and their updates."""
     engine, held, updates = build(world, TASK, Case(words)), Held(), []
-    engine.updates.early_bytes = 4096
+    engine.optimizer.early_bytes = 4096
     step = engine.optimizer.torch.step
 
     def noted(*args: Any) -> Any:
@@ -201,8 +201,8 @@ def test_fsdp_in_a_plain_loop(asked: Any):
 
 def test_states_are_read_after_the_update_beside_the_step(monkeypatch: pytest.MonkeyPatch):
     """A delayed update still runs when the program reads its states, which are those after it."""
-    real = MemoryOptimizer._update
-    monkeypatch.setattr(MemoryOptimizer, "_update", lambda *of: (time.sleep(0.05), real(*of)))
+    real = ShardedOptimizer._update
+    monkeypatch.setattr(ShardedOptimizer, "_update", lambda *of: (time.sleep(0.05), real(*of)))
     plan, model = "offload:optim-delayed=0 fp64", settled(nn.Linear(6, 6))
     engine = sw.parallelize(model, plan, alone(), optimizer=sw.AdamW(lr=0.1), loss=squares)
     for step in range(3):

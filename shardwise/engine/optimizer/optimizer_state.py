@@ -10,7 +10,7 @@ A parameter without a state has nothing in the checkpoint, and gets none by load
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Final
@@ -177,6 +177,79 @@ NAMING: Final = ("params", "param_names", "name")
 _HOW: Final = ("foreach", "fused", "capturable", "differentiable")
 
 Options = Mapping[str, Any]
+
+
+class GroupOptions:
+    """The options of `groups`, which programs and schedulers may write, beside the specified ones;
+    `rate` is the default learning rate.
+    """
+
+    def __init__(self, groups: Sequence[dict[str, Any]], rate: float) -> None:
+        self.groups, self.rate = groups, rate
+        self.specified = [options(group) for group in groups]
+
+    def _each(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        return zip(self.groups, self.specified, strict=True)
+
+    @property
+    def lr(self) -> float:
+        return float(self.groups[0]["lr"])
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate; groups with their own rate keep its proportion."""
+        require_rate(lr, " in engine.set_lr")
+        for group, first in self._each():
+            group["lr"] = lr * first["lr"] / self.rate if self.rate else lr
+
+    def compared(self) -> dict[str, Any]:
+        """What must be equal on all ranks.  Raises InputError for a value of another kind than the
+        specified one, and for one that is not finite.
+        """
+        found: dict[str, Any] = {}
+        for group, first in self._each():
+            called = f"the group {group['name']!r} of engine.optimizer"
+            require_options(group, first, called)
+            found |= compared(group, called)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        own = [{"name": g["name"], **options(g), "params": []} for g in self.groups]
+        return {"state": {}, "param_groups": own}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Restore what `state_dict` returned. Raises InputError for groups of another spec."""
+        try:
+            names: Any = [group["name"] for group in state_dict["param_groups"]]
+        except (TypeError, KeyError):
+            names = short_repr(state_dict)
+        own = [group["name"] for group in self.groups]
+        if names != own:
+            raise bad(
+                f"engine.optimizer.load_state_dict with the groups {names}",
+                f"the state_dict() of an engine's optimizer with the groups {own}",
+                "the same specification, or sw.load(engine, folder), which loads options that fit",
+            )
+        for group, saved in zip(self.groups, state_dict["param_groups"], strict=True):
+            put(group, options(saved))
+
+    def changed(self) -> dict[str, dict[str, Any]]:
+        """By group and option, values that differ from the spec: [the spec's value, this one]."""
+        found: dict[str, dict[str, Any]] = {}
+        for group, first in self._each():
+            now = options(group).items()
+            pairs = {k: [first.get(k), v] for k, v in now if first.get(k) != v}
+            found |= {group["name"]: pairs} if pairs else {}
+        return found
+
+    def load_changed(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Restore the values that `changed` returned, unless this spec has another first value.
+
+        So a schedule continues, and a specification with another rate begins with that rate.  Other
+        options are the specification's, also where a scheduler that was made since has set them.
+        """
+        for group, first in self._each():
+            pairs = saved.get(group["name"], {}).items()
+            put(group, first | {k: now for k, (was, now) in pairs if first.get(k) == was})
 
 
 def options(group: Options) -> dict[str, Any]:

@@ -13,7 +13,8 @@ its class needs whole, is a run by itself, in its own shape.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -131,6 +132,13 @@ class Runs:
             for i in run.indices
         }
 
+    def named_states(self) -> Iterator[tuple[str, Tensor]]:
+        states = self.states()
+        for name, p in zip(self.flat.names, self.flat.params, strict=True):
+            for key, value in states.get(p, {}).items():
+                if isinstance(value, Tensor):
+                    yield f"{key} of {name}", value
+
     def arrange(self, given: Mapping[Tensor, State], used: Sequence[bool] = ()) -> None:
         """Let torch have these states, joined unless they differ or not all of a run are `used`."""
         for run in self.every:
@@ -159,6 +167,42 @@ def shape_of(flat: Flat, index: int) -> torch.Size:
 
 def _equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+class ShownStates:
+    """The states by the model's parameters: from `show` on, as a program reads and writes them;
+    `follow` then takes over what it wrote.
+    """
+
+    def __init__(self, runs: Mapping[Flat, Runs]) -> None:
+        self.runs = runs
+        self.shown = defaultdict[Tensor, State](dict)
+        self.versions: dict[Tensor, int] = {}  # of the states, while they are shown
+
+    def every(self) -> dict[Tensor, State]:
+        """The states of the parameters that have one."""
+        return {p: s for runs in self.runs.values() for p, s in runs.states().items()}
+
+    def show(self) -> defaultdict[Tensor, State]:
+        if not self.versions:
+            self.shown |= self.every()
+            self.versions = {p: version(state) for p, state in self.shown.items()}
+        return self.shown
+
+    def written(self) -> dict[Tensor, State]:
+        """The states that the program, or a checkpoint, has written since they were shown."""
+        none = version({})
+        states = {p: self.shown.get(p, {}) for p in {**self.shown, **self.versions}}
+        return {p: s for p, s in states.items() if version(s) != self.versions.get(p, none)}
+
+    def follow(self) -> None:
+        """Take over the states that were written."""
+        written = self.written()
+        for flat, runs in self.runs.items() if written else ():
+            if not written.keys().isdisjoint(flat.params):
+                runs.arrange(runs.states() | written)
+        self.shown.clear()
+        self.versions.clear()
 
 
 def version(state: State) -> int:

@@ -43,7 +43,7 @@ from shardwise.techniques.data.units import Units
 
 def boxes(model: nn.Module, sharded: ShardedModel, optimizer: ShardedOptimizer) -> list[Box]:
     """All boxes of this rank; `replica` is 0 on one holder of each. Raises DiskError."""
-    states, _ = outgoing(optimizer.states(), held_parameters(optimizer))
+    states, _ = outgoing(optimizer.states.every(), held_parameters(optimizer))
     extra, _ = extra_state.outgoing(model, sharded.copy)
     return [*weights(sharded.flats, optimizer), *states, *buffers(model, sharded), *extra]
 
@@ -52,7 +52,7 @@ def values(
     model: nn.Module, sharded: ShardedModel, optimizer: ShardedOptimizer, world: World
 ) -> dict[str, Any]:
     """What is no tensor in the optimizer's states and in the modules'.  All ranks call it."""
-    _, states = outgoing(optimizer.states(), held_parameters(optimizer))
+    _, states = outgoing(optimizer.states.every(), held_parameters(optimizer))
     _, extra = extra_state.outgoing(model, sharded.copy)
     return merged({"states": states, "modules": extra}, world)
 
@@ -79,7 +79,7 @@ class Loading:
     ) -> None:
         self.optimizer = optimizer
         self.states = incoming(
-            optimizer.states(),
+            optimizer.states.every(),
             held_parameters(optimizer),
             saved,
             scalars.get("states", {}),

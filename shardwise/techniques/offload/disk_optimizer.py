@@ -16,7 +16,7 @@ The class of torch.optim steps on the pieces of parameters in a chunk: it is ele
 (elementwise.py), so the result is that of the whole. State tensors without dims, such as Adam's
 step count, stay in host memory, and every piece of a parameter steps from the same one.
 
-`torch.state` of the optimizer has views of the maps of the file, which checkpoints read and write.
+The state of torch's optimizer has views of the maps of the file, which checkpoints read and write.
 The update replaces only the tensors without dims there. (ZeRO-Infinity, arXiv 2104.07857, sections
 5.1.1 and 6.2.)
 """
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardwise.comm.tiers.disk import Buffer, Disk, Extent
 from shardwise.comm.tiers.host_memory import return_freed_memory
@@ -36,14 +37,11 @@ from shardwise.comm.world import World
 from shardwise.core.buffer_sizes import chunk_numel, reserved_bytes
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
-from shardwise.engine.optimizer.optimizer import Factor, Gradient, Owned, ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
-from shardwise.engine.optimizer.optimizer_state import State
-from shardwise.engine.optimizer.runs import FlatRun
+from shardwise.engine.optimizer.runs import FlatRun, Runs
 from shardwise.engine.options import Training
 from shardwise.engine.precision import DTYPES
 from shardwise.techniques.data.flat.flat_parameter import Flat
-from shardwise.techniques.data.units import Units
 
 
 class FlatOnDisk:
@@ -89,28 +87,24 @@ def read_ahead(disk: Disk, jobs: Sequence[ChunkRead]) -> Iterator[tuple[ChunkRea
         yield job, buffers
 
 
-class DiskOptimizer(ShardedOptimizer):
-    """Masters and states of `flats` are in the file of `disk`, as are their gradients.
+class StatesOnDisk:
+    """Masters and states of `flats` in the file of `disk`, as are their gradients.
 
     No class that has modes (`eval`, `train`) is updated on a disk (elementwise.py).
     """
 
-    streams = True
-
     def __init__(
-        self, spec: OptimizerSpec, flats: Sequence[Flat], tiers: Tiers, units: Units, disk: Disk
+        self, spec: OptimizerSpec, flats: Sequence[Flat], tiers: Tiers, disk: Disk
     ) -> None:
         self.tiers, self.disk = tiers, disk
         keys = streamed_keys(spec)
         self.places = {flat: FlatOnDisk(flat, disk, tiers, keys) for flat in flats}
         self.mapped = True  # whether pages of the maps may be in memory
-        super().__init__(spec, flats, tiers, units)
+        self.wide = disk.acquire() if flats else None  # gradients of 16 bits, in 32
         for flat, of in self.places.items():
             flat.grads.host_grad = of.gradient.tensor
-            self.runs[flat].blocks = {key: extent.tensor for key, extent in of.states.items()}
-        self.wide = disk.acquire() if flats else None  # gradients of 16 bits, in 32
 
-    def _master(self, flat: Flat) -> Tensor:
+    def master(self, flat: Flat) -> Tensor:
         weight, master = self.places[flat].weight, self.places[flat].master
         if weight is None:
             rests = begin_copy(flat.shard, self.tiers, "device", "host").wait()
@@ -120,48 +114,39 @@ class DiskOptimizer(ShardedOptimizer):
             master.tensor.copy_(weight.tensor)
         return master.tensor
 
-    def owns(self) -> Iterator[Owned]:
-        yield from super().owns()
-        for runs in self.runs.values():
-            yield from (("optimizer", runs.flat, block) for block in runs.blocks.values())
-        yield "buffers", None, self.disk.memory
+    def blocks(self, flat: Flat) -> dict[str, Tensor]:
+        """The maps of the states of all parameters, by key."""
+        return {key: extent.tensor for key, extent in self.places[flat].states.items()}
 
     # --- the update ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _update(
-        self, gradients: Mapping[Flat, Gradient], factor: Factor, own: list[dict[str, Any]]
-    ) -> None:
-        assert isinstance(factor.value, float), "an update on a disk waits for its factor"
+    def step(self, optimizer: Optimizer, runs: Mapping[Flat, Runs], factor: Tensor | float) -> None:
+        """The step of torch's `optimizer` on `runs`, with their gradients times `factor`."""
+        assert isinstance(factor, float), "an update on a disk waits for its factor"
         if self.mapped:
             self.disk.drop()
             self.mapped = False
-        jobs = [
-            ChunkRead(self.places[flat], number)
-            for flat in gradients
-            for number in range(self.places[flat].master.chunks)
-        ]
-        after = dict[Tensor, State]()
-        later = {flat: (None, used) for flat, (_, used) in gradients.items()}  # chunk by chunk
-        with self._stepping(later, own, factor):
-            before = dict(self.torch.state)
-            for job, buffers in read_ahead(self.disk, jobs):
-                with self.disk.use.spending("updated"):
-                    self._update_chunk(job, buffers, factor.value, before, after)
-                    self._publish_chunk(job, buffers[0], buffers[1])
-                for extent, buffer in zip(job.extents[1:], buffers[1:], strict=True):
-                    self.disk.begin_write(extent, job.number, buffer)
-        self.torch.state |= after
+        places = [self.places[flat] for flat in runs]
+        jobs = [ChunkRead(of, number) for of in places for number in range(of.master.chunks)]
+        for job, buffers in read_ahead(self.disk, jobs):
+            with self.disk.use.spending("updated"):
+                self._update_chunk(job, buffers, factor, runs[job.of.flat], optimizer)
+                self._publish_chunk(job, buffers[0], buffers[1])
+            for extent, buffer in zip(job.extents[1:], buffers[1:], strict=True):
+                self.disk.begin_write(extent, job.number, buffer)
 
     def _update_chunk(
         self,
         job: ChunkRead,
         buffers: Sequence[Buffer],
         factor: float,
-        before: Mapping[Tensor, State],
-        after: dict[Tensor, State],
+        runs: Runs,
+        optimizer: Optimizer,
     ) -> None:
-        """Step on the parts of runs in a chunk, from their states `before`."""
+        """Step on the parts of runs in a chunk.  The state of a run is that before the update
+        until its last chunk.
+        """
         first, last = span = job.of.master.span(job.number)
         gradient, master, *states = (
             buffer.tensor(extent.dtype, last - first)
@@ -172,35 +157,28 @@ class DiskOptimizer(ShardedOptimizer):
             gradient = self.wide.tensor(master.dtype, last - first).copy_(gradient)
         if factor != 1.0:
             gradient.mul_(factor)
-        chunks, blocks = (
-            dict(zip(job.of.states, states, strict=True)),
-            self.runs[job.of.flat].blocks,
-        )
-        runs = [*self._inside(job.of.flat, first, last)]
-        for run in runs:
+        chunks = dict(zip(job.of.states, states, strict=True))
+        inside, before = [*_inside(runs, first, last)], dict(optimizer.state)
+        for run in inside:
             run.attach(master, gradient, *span)
             if run.param in before:
-                self.torch.state[run.param] = {
+                optimizer.state[run.param] = {
                     key: run.part(chunks[key], *span) if _streamed(value) else _copied(value)
                     for key, value in before[run.param].items()
                 }
-        self.torch.step()
-        for run in runs:
-            after[run.param] = state = self.torch.state.pop(run.param, {})
+        optimizer.step()
+        for run in inside:
+            state = optimizer.state.pop(run.param, {})
             for key, value in state.items():
                 if _streamed(value):
                     _keep(value, run.part(chunks[key], *span))
-                    state[key] = run.part(blocks[key])
+                    state[key] = run.part(runs.blocks[key])
                 elif isinstance(value, Tensor):
                     self.tiers.own(value)
+            after = state if run.high <= last else before.get(run.param)
+            if after is not None:
+                optimizer.state[run.param] = after
             run.detach()
-
-    def _inside(self, flat: Flat, first: int, last: int) -> Iterator[FlatRun]:
-        """Runs with a gradient and elements in [first, last) of the block, or none on this rank."""
-        for run in self.runs[flat].every:
-            here = max(run.low, first) < min(run.high, last)
-            if flat.grads.used[run.indices[0]]:
-                yield from [run] if here or (run.low == run.high and first == 0) else []
 
     def _publish_chunk(self, job: ChunkRead, narrow: Buffer, master: Buffer) -> None:
         """Copy a chunk of the master to where the weight rests, and release `narrow`."""
@@ -218,15 +196,6 @@ class DiskOptimizer(ShardedOptimizer):
 
     # --- checkpoints --------------------------------------------------------------------------
 
-    def room(
-        self, flat: Flat, index: int, key: str, size: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
-        """Memory for a state that is loaded: in the file, or on the host if it has no dims."""
-        extent = self.places[flat].states.get(key)
-        if extent is not None and len(size) and extent.dtype == dtype:
-            return flat.views.part(index, extent.tensor)
-        return self.tiers.own(torch.zeros(tuple(size), dtype=dtype, device="cpu"))
-
     def expose(self) -> None:
         self.disk.sync()
         self.mapped = True
@@ -234,7 +203,6 @@ class DiskOptimizer(ShardedOptimizer):
     @torch.no_grad()
     def loaded(self) -> None:
         """After the maps were written: copy the masters to the weights."""
-        self.follow_states()
         self.disk.sync()
         self.disk.drop()
         for of in self.places.values():
@@ -287,6 +255,14 @@ def streamed_keys(spec: OptimizerSpec) -> list[str]:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.itemsize >= 4 else torch.float32
+
+
+def _inside(runs: Runs, first: int, last: int) -> Iterator[FlatRun]:
+    """Runs with a gradient and elements in [first, last) of the block, or none on this rank."""
+    for run in runs.every:
+        here = max(run.low, first) < min(run.high, last)
+        if runs.flat.grads.used[run.indices[0]]:
+            yield from [run] if here or (run.low == run.high and first == 0) else []
 
 
 def _streamed(value: Any) -> bool:

@@ -1,7 +1,5 @@
 """Sabotages of data parallelism, precision and updates."""
 
-import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,19 +7,20 @@ import torch
 from shardwise.comm.transport import Pending
 from shardwise.core.layouts.layout import P, R
 from shardwise.engine import engine as engine_file
+from shardwise.engine import step_end
 from shardwise.engine.batch import filled
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer.norm import LossScale, LossWeights
 from shardwise.engine.optimizer.optimizer import Factor, ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
-from shardwise.engine.optimizer.updating import MemoryOptimizer, Updates
 from shardwise.techniques.data.buffers import Buffers
 from shardwise.techniques.data.flat import flat_gradient, flat_parameter
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
 from shardwise.techniques.data.flat.flat_parameter import Flat, State
 from shardwise.techniques.data.rerun import Rerun
 from shardwise.techniques.pipeline.passes import Passes
+from shardwise.verify.oracles.oracles import LOSS_SCALE
 from tests.verify.mutations.mutation import (
     Act,
     Change,
@@ -34,6 +33,7 @@ from tests.verify.mutations.mutation import (
     drop,
     instead,
     nothing,
+    replaced,
     result,
 )
 
@@ -100,14 +100,14 @@ ROWS |= {
     "other betas [dp2 zero2]": options(betas=(0.9, 0.999)),
     "another epsilon [dp2 zero3]": options(eps=1e-8),
     "clipping at half [dp2 zero2]": arguments(
-        Updates, "update", lambda u, *of: (replace(u, clip=u.clip and u.clip / 2), *of)
+        step_end, "shrink", lambda clip, norm: (clip and clip / 2, norm)
     ),
     "an update made twice [dp2 zero3]": around(
         ShardedOptimizer,
         "begin",
         lambda real, o, f, *of, **how: [real(o, f, *of, **how)(), real(o, f, Factor(1.0))][1],
     ),
-    "steps are counted double [dp2 zero1]": after(MemoryOptimizer, "publish", counted_again),
+    "steps are counted double [dp2 zero1]": after(ShardedOptimizer, "publish", counted_again),
     "a frozen parameter trained [dp2] error": before(
         Flat, "__init__", lambda _, params, *__: [p.requires_grad_(True) for _, p in params]
     ),
@@ -132,7 +132,7 @@ ROWS |= {
     "a token too many on a rank [dp2 zero2]": counting(lambda n, engine: n + engine.data_rank % 2),
     "a rank without rows counts one [dp2 zero2]": counting(lambda count, _: max(1, count)),
     "not divided by the tokens [dp2 zero3]": arguments(
-        Updates, "update", lambda u, units, _, norm: (u, units, Factor(1.0), norm)
+        ShardedOptimizer, "update", lambda o, _, arriving: (o, Factor(1.0), arriving)
     ),
     "every microbatch weighs the same [dp2]": instead(
         LossWeights, "of", lambda weights, *_: weights.totals.new_ones(())
@@ -150,8 +150,8 @@ ROWS |= {
     "blocks in another order [dp2 zero1]": after_gathers(lambda b: b.copy_(b.flip(0))),
     "a buffer not sent [dp2 zero1] bytes": drop(Buffers, "refresh"),
     # --- precision --------------------------------------------------------------------------------
-    "the loss scale left in [dp2 zero1 fp16 of gpt]": arguments(
-        Updates, "update", lambda u, units, f, norm: (u, units, times(f, u.scale.value), norm)
+    "the loss scale left in [dp2 zero1 fp16 of gpt]": result(
+        step_end, "shrink", lambda found, *_: found * LOSS_SCALE
     ),
     "unscaled in 16 bits [dp2 zero1 fp16 of gpt]": arguments(
         ShardedOptimizer,
@@ -166,11 +166,11 @@ ROWS |= {
 }
 
 
-@ROWS.around("dp2 zero1", Updates, "_parts")
-def the_last_units_not_updated(real, updates: Updates, units: Any, least_bytes: float):
+@ROWS.around("dp2 zero1", ShardedOptimizer, "_parts")
+def the_last_units_not_updated(real, optimizer: ShardedOptimizer, units: Any, **how: Any):
     """Without clipping units are updated as they arrive: those left at the end are forgotten."""
-    enough = 0 if math.isinf(least_bytes) else updates.early_bytes or 0
-    for part in real(updates, units, least_bytes):
+    enough = 0 if optimizer.together else optimizer.early_bytes or 0
+    for part in real(optimizer, units, **how):
         if sum(flat.shard.nbytes for flat in part) >= enough:
             yield part
 
@@ -180,8 +180,8 @@ def times(factor: Factor, by: float) -> Factor:
     return factor._replace(value=factor.value * by)
 
 
-@ROWS.around("dp2 zero3", MemoryOptimizer, "publish")
-def a_bit_of_a_moment_flips(_, optimizer: MemoryOptimizer, flats: Any) -> None:
+@ROWS.around("dp2 zero3", ShardedOptimizer, "publish")
+def a_bit_of_a_moment_flips(_, optimizer: ShardedOptimizer, flats: Any) -> None:
     """On the second rank of the axis, in one number of its first flat parameter."""
     first = optimizer.flats[0]
     if first in flats and any(first.grads.used) and first.shard_axis.rank == 1:
@@ -255,8 +255,8 @@ def a_bit_of_a_replica(real, engine: Engine, batch: Any) -> Any:
     return real(engine, batch)
 
 
-@ROWS.around("dp2 zero1 bf16 of gpt", MemoryOptimizer, "_update")
-def one_gradient_three_percent_too_large(real, states: MemoryOptimizer, gradients: Any, *of: Any):
+@ROWS.around("dp2 zero1 bf16 of gpt", ShardedOptimizer, "_update")
+def one_gradient_three_percent_too_large(real, states: ShardedOptimizer, gradients: Any, *of: Any):
     for flat in gradients.keys() & states.masters.keys():
         name = "blocks.0.mlp.down.weight"
         if name in flat.names:
@@ -264,35 +264,34 @@ def one_gradient_three_percent_too_large(real, states: MemoryOptimizer, gradient
     real(states, gradients, *of)
 
 
-@ROWS.around("dp2 bf16 of gpt", MemoryOptimizer, "_update")
-def masters_rounded_to_16_bits(real, states: MemoryOptimizer, gradients: Any, *args: Any) -> None:
+@ROWS.around("dp2 bf16 of gpt", ShardedOptimizer, "_update")
+def masters_rounded_to_16_bits(real, states: ShardedOptimizer, gradients: Any, *args: Any) -> None:
     real(states, gradients, *args)
     for flat in gradients.keys() & states.masters.keys():
         states.masters[flat].copy_(flat.shard)
 
 
-@ROWS.around("dp2 zero1 bf16 of gpt", MemoryOptimizer, "_end_step")
-def masters_truncated(real, states: MemoryOptimizer, flat: Flat) -> None:
+@ROWS.around("dp2 zero1 bf16 of gpt", ShardedOptimizer, "_end_step")
+def masters_truncated(real, states: ShardedOptimizer, flat: Flat) -> None:
     real(states, flat)
     if not flat.moves.offload:
         flat.shard.copy_(truncated(states.masters[flat]))
 
 
-@ROWS.around("dp2 zero1 offload:optim bf16 of gpt", MemoryOptimizer, "publish")
-def masters_on_the_host_truncated(real, states: MemoryOptimizer, *args: Any) -> None:
-    kept = states.masters
-    states.masters = {k: truncated(master) for k, master in kept.items()}
-    real(states, *args)
-    states.masters = kept
+@ROWS.around("dp2 zero1 offload:optim bf16 of gpt", ShardedOptimizer, "publish")
+def masters_on_the_host_truncated(real, states: ShardedOptimizer, *args: Any) -> None:
+    masters = {k: truncated(master) for k, master in states.masters.items()}
+    with replaced(states, masters=masters):
+        real(states, *args)
 
 
-@ROWS.around("dp2 fp16", Updates, "leave_out")
-def an_overflow_not_skipped_by_one_rank(real, updates: Updates, *args: Any) -> Any:
+@ROWS.around("dp2 fp16", step_end, "_leave_out")
+def an_overflow_not_skipped_by_one_rank(real, engine: Engine, *args: Any) -> Any:
     """Rank 1 updates from gradients that are not finite."""
-    if updates.guard.world.rank == 1:
-        updates.data.units.to_sharded()
-        updates.optimizer.begin(updates.optimizer.flats, Factor(1.0))()
-    return real(updates, *args)
+    if engine.world.rank == 1:
+        engine.data.units.to_sharded()
+        engine.optimizer.begin(engine.optimizer.flats, Factor(1.0))()
+    return real(engine, *args)
 
 
 @ROWS.around("dp2 of constant", engine_file, "cast_whole")

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.transport import Pending
+from shardwise.comm.world import Axis
 from shardwise.engine import default_fill as layout_file
-from shardwise.engine import parallelize
+from shardwise.engine import parallelize, step_end
 from shardwise.engine.optimizer import optimizer as optimizer_file
 from shardwise.engine.optimizer.norm import LossWeights
-from shardwise.engine.optimizer.updating import Updates
 from shardwise.kernels import cross_entropy as loss_file
 from shardwise.techniques.context import attention, block, cut_batch
 from shardwise.techniques.context.apply import PositionShards
@@ -41,6 +41,7 @@ from tests.verify.mutations.mutation import (
     arguments,
     around,
     before,
+    beside,
     drop,
     instead,
     replaced,
@@ -188,8 +189,8 @@ ROWS |= {
         skip(Data, "reduce_stage", lambda _, stage: not stage), drop(Data, "reduce_last")
     ),
     "tied weights not summed [pp2 1f1b:2 of tied]": drop(FlatGradient, "begin_further"),
-    "the norm of a rank's own stages [pp2 bfs:4x2]": arguments(
-        Updates, "squares", lambda u, number: (replace(u, over_stages=lambda x: x), number)
+    "the norm of a rank's own stages [pp2 bfs:4x2]": beside(
+        step_end, "squares", stages=Axis("none")
     ),
     "the newest weights in place of the stashed [pp2 pipedream:4 of gpt]": arguments(
         Stale, "_show", lambda stale, stage, _: (stale, stage, stale._newest(stage))

@@ -16,15 +16,17 @@ from shardwise.comm.move import begin_sum
 from shardwise.core.layouts.layout import R
 from shardwise.core.reduce_order import Act as UnitAct
 from shardwise.core.unit_order import UnitOrder
+from shardwise.engine import step_end
 from shardwise.engine.engine import Engine
+from shardwise.engine.optimizer.host_thread import HostThread
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
-from shardwise.engine.optimizer.updating import Updates
+from shardwise.engine.optimizer.optimizer_state import GroupOptions
 from shardwise.techniques.data.flat import flat_parameter
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
 from shardwise.techniques.expert.apply import ExpertLayout
 from shardwise.techniques.offload import disk_optimizer
-from shardwise.techniques.offload.disk_optimizer import DiskOptimizer
+from shardwise.techniques.offload.disk_optimizer import StatesOnDisk
 from shardwise.techniques.offload.word import Offload
 from shardwise.techniques.recompute.kept import Generators
 from tests.verify.mutations.mutation import (
@@ -61,15 +63,15 @@ def of_the_second_group(*names: str) -> Change:
 
 
 def gradients_of_a_skipped_step_stay(patch: Any) -> None:
-    def leave_out(real: Any, updates: Updates, *args: Any) -> Any:
+    def leave_out(real: Any, *args: Any) -> Any:
         own.skips = True
         try:
-            return real(updates, *args)
+            return real(*args)
         finally:
             own.skips = False
 
     own = threading.local()  # ranks are threads
-    around(Updates, "leave_out", leave_out)(patch)
+    around(step_end, "_leave_out", leave_out)(patch)
     skip(FlatGradient, "clear", lambda _: getattr(own, "skips", False))(patch)
 
 
@@ -99,9 +101,9 @@ ROWS |= {
     "one rate for all groups [dp2 zero1]": of_the_second_group("lr"),
     "one weight decay for all groups [dp2 zero2]": of_the_second_group("weight_decay"),
     "a new rate of one group alone [dp2]": instead(
-        ShardedOptimizer, "set_lr", lambda o, lr: o.param_groups[0].update(lr=lr)
+        GroupOptions, "set_lr", lambda o, lr: o.groups[0].update(lr=lr)
     ),
-    "rates that are not loaded [dp2]": drop(ShardedOptimizer, "load_changed"),
+    "rates that are not loaded [dp2]": drop(GroupOptions, "load_changed"),
     # --- a skipped step, ranks without rows -------------------------------------------------------
     "gradients of a skipped step stay [dp2 zero1 fp16]": gradients_of_a_skipped_step_stay,
     # --- recomputation ----------------------------------------------------------------------------
@@ -117,7 +119,7 @@ ROWS |= {
     "the first delay late after 40 steps [dp2 zero1 offload:optim-delayed] memory": late,
     f"a delayed update without buffers of its own [{DELAYED}]": drop(FlatGradient, "swap"),
     "the last of several parts lost [dp2 zero1 offload:optim]": result(
-        Updates, "_parts", lambda found, *_: (x := [*found])[: max(1, len(x) - 1)]
+        ShardedOptimizer, "_parts", lambda found, *_: (x := [*found])[: max(1, len(x) - 1)]
     ),
     "evaluated before the update [dp2 offload:optim-delayed=0] tests": beside(
         Engine, "_made", flush=nothing
@@ -128,16 +130,16 @@ ROWS |= {
         disk_optimizer, "_copied", lambda value: value
     ),
     "a chunk published in the place of another [dp2 zero3 offload:optim@disk of wide]": arguments(
-        DiskOptimizer,
+        StatesOnDisk,
         "_publish_chunk",
         lambda s, job, *of: (s, job._replace(number=job.number - (job.number == 1)), *of),
     ),
     # of every chunk the parameters of the first one are updated
     "pieces of the first chunk [dp2 zero1 offload:optim@disk of wide] error": arguments(
-        DiskOptimizer, "_inside", lambda s, k, first, last: (s, k, 0, last - first)
+        disk_optimizer, "_inside", lambda runs, first, last: (runs, 0, last - first)
     ),
     "the last chunk not updated [dp2 zero3 offload:optim@disk of wide] error": skip(
-        DiskOptimizer,
+        StatesOnDisk,
         "_update_chunk",
         lambda _, job, *__: 0 < job.number == job.of.master.chunks - 1,
     ),
@@ -183,11 +185,11 @@ ROWS |= {
 }
 
 
-@ROWS.around("dp2 zero3", ShardedOptimizer, "set_lr")
-def a_new_rate_a_step_late(real, optimizer: ShardedOptimizer, lr: float) -> None:
-    earlier = getattr(optimizer, "asked", lr)
-    setattr(optimizer, "asked", lr)  # noqa: B010
-    real(optimizer, earlier)
+@ROWS.around("dp2 zero3", GroupOptions, "set_lr")
+def a_new_rate_a_step_late(real, options: GroupOptions, lr: float) -> None:
+    earlier = getattr(options, "asked", lr)
+    setattr(options, "asked", lr)  # noqa: B010
+    real(options, earlier)
 
 
 @ROWS.around(DELAYED, ShardedOptimizer, "begin")
@@ -196,33 +198,30 @@ def a_delayed_update_with_the_next_rate(real, optimizer: ShardedOptimizer, *of: 
     return partial(update.func, *update.args[:2], optimizer.param_groups)
 
 
-@ROWS.around(DELAYED, Updates, "finish")
-def a_delayed_update_not_awaited(real, updates: Updates) -> None:
+@ROWS.around(DELAYED, HostThread, "finish")
+def a_delayed_update_not_awaited(real, host: HostThread) -> None:
     """What the device gets are the masters of before the update, or of a part of it."""
-    running, updates.optimizer.running = updates.optimizer.running, deque()
-    real(updates)
+    running, host.running = host.running, deque()
+    real(host)
     for _, piece in running:
-        updates.optimizer.publish(piece)
+        host.publish(piece)
 
 
-@ROWS.around("dp2 zero1 offload:optim-delayed", Updates, "finish")
-def delayed_updates_shown_too_early(_, updates: Updates) -> None:
+@ROWS.around("dp2 zero1 offload:optim-delayed", HostThread, "finish")
+def delayed_updates_shown_too_early(_, host: HostThread) -> None:
     """What the device gets are the masters of before the update."""
-    running, updates.optimizer.running = updates.optimizer.running, deque()
-    updates.asked.set()
+    running, host.running = host.running, deque()
+    host.asked.set()
     for update, piece in running:
-        updates.optimizer.publish(piece)
+        host.publish(piece)
         update.result()
 
 
 @ROWS.around(DELAYED, Engine, "loading")
 def a_load_over_a_pending_update(real, engine: Engine, *args: Any) -> Any:
     """The update is finished after the load, on the masters that it has read."""
-    updates = engine.updates
-    running, updates.optimizer.running = updates.optimizer.running, deque()
-    found = real(engine, *args)
-    updates.optimizer.running = running
-    return found
+    with replaced(engine.optimizer.host, running=deque()):
+        return real(engine, *args)
 
 
 @ROWS.around("dp2 zero3", flat_parameter, "start", "bytes")
