@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from shardwise.comm.tiers.disk import Inline
 from shardwise.techniques.data.flat.flat_parameter import Flat
 
 #: The delay of a late update after `finish`; and the longest time that it waits for `finish`.
@@ -40,16 +41,11 @@ class HostThread:
         `later`, in `finish`.
         """
         self.finish()
-        self.asked, thread = Event(), None
-        if not here:
-            own = torch.get_num_threads(), later and self.late
-            thread = ThreadPoolExecutor(1, "shardwise-update", self._begin, own)
+        self.asked = Event()
+        own = torch.get_num_threads(), later and self.late
+        thread = Inline() if here else ThreadPoolExecutor(1, "shardwise-update", self._begin, own)
 
         def make(update: Callable[[], None], flats: Sequence[Flat]) -> None:
-            if thread is None:
-                update()
-                self.publish(flats)
-                return
             self.running.append((thread.submit(update), flats))
             while not later and self.running and self.running[0][0].done():
                 self._end_first()
@@ -59,8 +55,7 @@ class HostThread:
             if not later:
                 self.finish()
         finally:
-            if thread is not None:
-                thread.shutdown(wait=not later, cancel_futures=not later)
+            thread.shutdown(wait=not later, cancel_futures=not later)
 
     def _begin(self, threads: int, late: bool) -> None:
         torch.set_num_threads(threads)

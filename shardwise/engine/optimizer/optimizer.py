@@ -443,7 +443,7 @@ class ShardedOptimizer(Optimizer):
         yield from (("optimizer", flat, master) for flat, master in self.masters.items())
         for run in (run for runs in self.runs.values() for run in runs.every):
             # a copy: the host thread may be creating the state
-            state = [*self.torch.state.get(run.param, {}).values()]
+            state = dict(self.torch.state.get(run.param, {}))
             yield from (("optimizer", run.flat, value) for value in leaves(state, Tensor))
         for flat, runs in self.runs.items():
             yield from (("optimizer", flat, block) for block in runs.blocks.values())

@@ -175,7 +175,7 @@ class StatesOnDisk:
                     state[key] = run.part(runs.blocks[key])
                 elif isinstance(value, Tensor):
                     self.tiers.own(value)
-            after = state if run.high <= last else before.get(run.param)
+            after = before.get(run.param) if run.low < last < run.high else state
             if after is not None:
                 optimizer.state[run.param] = after
             run.detach()
