@@ -395,6 +395,15 @@ class ShardedOptimizer(Optimizer):
         self.loaded()
         self.units.begin_unshard()
 
+    def step(self, closure: Any = None) -> None:
+        """Raise InputError: `engine.step(batch)` updates."""
+        raise bad(
+            "engine.optimizer.step()",
+            "engine.step(batch), which runs forward, backward and the update; a scheduler on "
+            "engine.optimizer steps after it",
+            "engine.step(batch), then scheduler.step()",
+        )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: `engine.step` clears each gradient after its update."""
 
