@@ -48,7 +48,7 @@ from shardwise.core.reduce_order import EARLY_BYTES
 from shardwise.core.tools.tree import leaves
 from shardwise.engine.optimizer.host_thread import HostThread
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec, is_fused
-from shardwise.engine.optimizer.optimizer_state import GroupOptions, State, device_of
+from shardwise.engine.optimizer.optimizer_state import GroupOptions, State
 from shardwise.engine.optimizer.owners import Owners
 from shardwise.engine.optimizer.runs import Runs, ShownStates
 from shardwise.engine.precision import HALF
@@ -140,19 +140,6 @@ class ShardedOptimizer(Optimizer):
     def block(self, flat: Flat) -> Tensor:
         """What an update of a flat parameter writes to."""
         return self.masters.get(flat, flat.shard)
-
-    @torch.no_grad()
-    def room(
-        self, flat: Flat, index: int, key: str, size: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
-        """Memory for a state tensor of a parameter of `flat`, on the state's tier."""
-        block = self.runs[flat].blocks.get(key)
-        if block is not None and len(size) and block.dtype == dtype:
-            return flat.views.part(index, block)
-        group = self.param_groups[self.runs[flat].groups[index]]
-        place = device_of(key, self.block(flat), group)
-        made = torch.zeros(tuple(size), dtype=dtype, device=place)
-        return self.tiers.own(made) if flat.moves.offload else made
 
     @property
     def state(self) -> defaultdict[Tensor, State]:

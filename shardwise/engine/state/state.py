@@ -30,6 +30,7 @@ from shardwise.engine.optimizer.optimizer_state import (
     Catalogue,
     HeldParameter,
     Room,
+    device_of,
     incoming,
     outgoing,
 )
@@ -116,13 +117,31 @@ def held_parameters(optimizer: ShardedOptimizer) -> list[HeldParameter]:
             flat,
             index,
             flat.params[index],
-            partial(optimizer.room, flat, index),
+            partial(_room, optimizer, flat, index),
             owned=(flat, index) in owners.targets,
         )
         for flat in optimizer.flats
         for index in range(len(flat.params))
         if (flat, index) not in owners.targets or owners.is_here(flat, index)
     ]
+
+
+def _room(
+    optimizer: ShardedOptimizer,
+    flat: Flat,
+    index: int,
+    key: str,
+    size: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Memory for a state tensor of a parameter of `flat`, on the state's tier."""
+    runs = optimizer.runs[flat]
+    block = runs.blocks.get(key)
+    if block is not None and len(size) and block.dtype == dtype:
+        return flat.views.part(index, block)
+    place = device_of(key, optimizer.block(flat), optimizer.param_groups[runs.groups[index]])
+    made = torch.zeros(tuple(size), dtype=dtype, device=place)
+    return optimizer.tiers.own(made) if flat.moves.offload else made
 
 
 def held_parameter(
