@@ -184,20 +184,20 @@ def test_weights_trained_in_16_bits_are_given_in_32():
 def messages(world: World, how: str) -> list[int]:
     """The sizes of what this rank receives for a full state, or sends at the start."""
     sizes: list[int] = []
-    taken, sent = full.receive, rank_zero_weights._send
+    taken, sent = full.receive, rank_zero_weights.broadcast
 
     def receive(out: Tensor, axis: Any, source: int) -> Tensor:
         sizes.append(out.nbytes)
         return taken(out, axis, source)
 
-    def send(x: Tensor, axis: Any) -> None:
+    def send(x: Tensor, axis: Any) -> Tensor:
         sizes.append(x.nbytes)
-        sent(x, axis)
+        return sent(x, axis)
 
     start = made(world.rank, (0,)) if how == "start" else buffered()
     with pytest.MonkeyPatch.context() as patch:
         if how == "start":
-            patch.setattr(rank_zero_weights, "_send", send)
+            patch.setattr(rank_zero_weights, "broadcast", send)
         module = sw.FSDP(start, units=1, world=world)
         patch.setattr(full, "receive", receive)
         if how != "start":

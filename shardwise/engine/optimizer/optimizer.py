@@ -436,6 +436,7 @@ class ShardedOptimizer(Optimizer):
         same.add({flat: self.runs[flat].named_states for flat in compared})
 
     def owns(self) -> Iterator[Owned]:
+        """Masters, states, and the buffers through which states stream from a disk."""
         yield from (("optimizer", flat, master) for flat, master in self.masters.items())
         for run in (run for runs in self.runs.values() for run in runs.every):
             # a copy: the host thread may be creating the state

@@ -105,6 +105,7 @@ class StatesOnDisk:
             flat.grads.host_grad = of.gradient.tensor
 
     def master(self, flat: Flat) -> Tensor:
+        """The map of the master, with the weights of this rank's block."""
         weight, master = self.places[flat].weight, self.places[flat].master
         if weight is None:
             rests = begin_copy(flat.shard, self.tiers, "device", "host").wait()
