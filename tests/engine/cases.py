@@ -144,7 +144,7 @@ def build(world: World, task: Task, case: Case) -> Engine:
         loss=task.loss,
         tokens=task.tokens,
         clip=case.clip,
-        units=case.units,
+        wrap_policy=case.units,
         prefetch=case.prefetch,
         offload_folder=tempfile.gettempdir(),
     )
@@ -157,7 +157,7 @@ def options_of(task: Task, case: Case, kernels: Kernels = "cpu") -> EngineOption
         loss=task.loss,
         tokens=task.tokens,
         clip=case.clip,
-        units=case.units,
+        wrap_policy=case.units,
         kernels=kernels,
     )
 
