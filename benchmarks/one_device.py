@@ -34,11 +34,23 @@ from shardwise.models.registry import of_sizes
 
 #: 1.05e9 parameters.
 BILLION: Final = GPTConfig(
-    vocabulary=32768, layers=18, width=2048, heads=16, kv_heads=16, hidden=5504, sequence=2048
+    vocabulary=32768,
+    layers=18,
+    hidden_size=2048,
+    heads=16,
+    kv_heads=16,
+    intermediate_size=5504,
+    sequence=2048,
 )
 #: 24 layers whose products take little time.
 NARROW: Final = GPTConfig(
-    vocabulary=256, layers=24, width=64, heads=4, kv_heads=4, hidden=256, sequence=32
+    vocabulary=256,
+    layers=24,
+    hidden_size=64,
+    heads=4,
+    kv_heads=4,
+    intermediate_size=256,
+    sequence=32,
 )
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 #: Bytes per parameter of the parameter, its gradient and AdamW's state.

@@ -224,14 +224,14 @@ def tensor_moves(config: GPTConfig, rows: int, ranks: int, sequence: bool) -> li
     With `sequence` the residual stream is sharded along the sequence, otherwise replicated.
     """
     stream: Placement = S(1) if sequence else I
-    numel = rows * config.sequence * config.width
+    numel = rows * config.sequence * config.hidden_size
     # out of the embedding and of both halves of a layer; into both halves and into the head
     forward = [price(P, stream, numel, ranks), price(stream, R, numel, ranks)]
     backward = [price(*move.adjoint, numel, ranks) for move in forward]
     moves = [*forward, *backward] * (2 * config.layers + 1)
     moves += [price(P, I, rows * config.sequence, ranks)] * LOSS_SUMS
     if sequence:
-        moves.append(price(P, I, (2 * config.layers + 1) * config.width, ranks))
+        moves.append(price(P, I, (2 * config.layers + 1) * config.hidden_size, ranks))
     return moves
 
 
@@ -239,5 +239,5 @@ def pipeline_bytes(word: str, task: Task, ranks: int) -> int:
     """The average bytes of a pipeline's rank: the residual stream over each boundary, twice."""
     home = build(word, ranks).home
     crossings = sum(here != there for here, there in pairwise(home))
-    numel = task.rows * task.config.sequence * task.config.width
+    numel = task.rows * task.config.sequence * task.config.hidden_size
     return round(2 * numel * crossings * FP32_BYTES / ranks)

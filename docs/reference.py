@@ -137,7 +137,15 @@ def kind_of(annotation: Any) -> str:
 
 
 def _sizes() -> str:
-    columns = ("layers", "width", "heads", "kv_heads", "hidden", "sequence", "vocabulary")
+    columns = (
+        "layers",
+        "hidden_size",
+        "heads",
+        "kv_heads",
+        "intermediate_size",
+        "sequence",
+        "vocabulary",
+    )
     lines = [
         (f"`{name}`", *(f"{getattr(getattr(sizes, 'gpt', sizes), key):,}" for key in columns))
         for name, sizes in NAMED.items()

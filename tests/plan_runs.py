@@ -110,7 +110,7 @@ class Trained:
     """One rank's training: its records, and what it sent and held beside the predictions."""
 
     steps: list[EngineStep] = field(default_factory=list)
-    evaluated: tuple[float, int] = (0.0, 0)
+    evaluated: tuple[float, float] = (0.0, 0.0)
     state: list[Box] = field(default_factory=list)
     resumed: list[EngineStep] = field(default_factory=list)
     resumed_state: list[Box] = field(default_factory=list)
@@ -127,7 +127,7 @@ class Expected:
     """The same in one process, in plain PyTorch; `loads` are those of the experts."""
 
     steps: list[OracleStep] = field(default_factory=list)
-    evaluated: tuple[float, int] = (0.0, 0)
+    evaluated: tuple[float, float] = (0.0, 0.0)
     state: Wholes = field(default_factory=dict)
     resumed: list[OracleStep] = field(default_factory=list)
     resumed_state: Wholes = field(default_factory=dict)

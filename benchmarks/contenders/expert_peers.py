@@ -31,7 +31,7 @@ EXPERTS, CHOICES = 8, 2
 def mixture(model: nn.Module, experts: int) -> moe.MoEGPT:
     """The GPT with so many experts in place of its feed-forward layers, at equal operations."""
     assert isinstance(model, gpt.GPT)
-    config = replace(model.config, hidden=model.config.hidden // CHOICES)
+    config = replace(model.config, intermediate_size=model.config.intermediate_size // CHOICES)
     made = moe.MoEGPT(moe.MoEConfig(config, Gate("topk-renormalised", experts, CHOICES)))
     fill(made, seed=0)
     return made
@@ -138,7 +138,7 @@ def deepspeed_experts(model: nn.Module, setup: Setup) -> Loop:
     library.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
     for block in made.blocks:
         assert isinstance(block, moe.MoEBlock)
-        layer = _DeepSpeedLayer(block.moe, made.config.gpt.width, setup.ranks)
+        layer = _DeepSpeedLayer(block.moe, made.config.gpt.hidden_size, setup.ranks)
         layer.load(rank)
         block.moe = layer  # pyright: ignore[reportAttributeAccessIssue]
     groups = split({"params": list(made.parameters()), "name": "parameters"})

@@ -40,7 +40,7 @@ RUNS: Final = 5  # microbatches of a step
 ROUND_S: Final = 0.02
 MOST_S: Final = 0.2  # of one product; larger ones of its precision are not measured
 TINY: Final = gpt.GPTConfig(
-    vocabulary=32, layers=4, width=16, heads=2, kv_heads=2, hidden=32, sequence=8
+    vocabulary=32, layers=4, hidden_size=16, heads=2, kv_heads=2, intermediate_size=32, sequence=8
 )
 
 

@@ -37,22 +37,23 @@ class GPTConfig:
 
     vocabulary: int
     layers: int
-    width: int
+    hidden_size: int
     heads: int
     kv_heads: int
-    hidden: int
+    intermediate_size: int
     sequence: int
     tied: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary", "layers", "width", "heads", "kv_heads", "hidden", "sequence"):
-            if getattr(self, name) < 1:
-                raise bad(f"{name} = {getattr(self, name)}", "1 or more", f"{name} = 1")
-        if self.width % (2 * self.heads):
+        for name, value in asdict(self).items():
+            if name != "tied" and value < 1:
+                raise bad(f"{name} = {value}", "1 or more", f"{name} = 1")
+        if self.hidden_size % (2 * self.heads):
+            pairs = 2 * self.heads
             raise bad(
-                f"width = {self.width} with heads = {self.heads}",
-                "a width that splits into heads of an even size (positions rotate pairs)",
-                f"width = {2 * self.heads * max(1, round(self.width / (2 * self.heads)))}",
+                f"hidden_size = {self.hidden_size} with heads = {self.heads}",
+                "a size that splits into heads of an even size (positions rotate pairs)",
+                f"hidden_size = {pairs * max(1, round(self.hidden_size / pairs))}",
             )
         if self.heads % self.kv_heads:
             raise bad(
@@ -63,7 +64,7 @@ class GPTConfig:
 
     @property
     def head_width(self) -> int:
-        return self.width // self.heads
+        return self.hidden_size // self.heads
 
     @property
     def loss(self) -> Loss:
@@ -83,8 +84,8 @@ class GPTConfig:
     @property
     def parameters(self) -> int:
         """Ψ, shared ones once; by arithmetic, since huge sizes cannot be built, even on meta."""
-        ends = self.vocabulary * self.width * (1 if self.tied else 2)
-        return self.layers * (self._multiplied + 2 * self.width) + ends + self.width
+        ends = self.vocabulary * self.hidden_size * (1 if self.tied else 2)
+        return self.layers * (self._multiplied + 2 * self.hidden_size) + ends + self.hidden_size
 
     @property
     def flops_per_token(self) -> int:
@@ -93,28 +94,46 @@ class GPTConfig:
         attention scores and their use, as PaLM counts them (arXiv 2204.02311, appendix B), without
         credit for the causal mask.
         """
-        weights = self.layers * self._multiplied + self.vocabulary * self.width
-        return 6 * weights + 12 * self.layers * self.width * self.sequence
+        weights = self.layers * self._multiplied + self.vocabulary * self.hidden_size
+        return 6 * weights + 12 * self.layers * self.hidden_size * self.sequence
 
     @property
     def _multiplied(self) -> int:
         """The weights of a layer in matrix products: of attention, then of the three of SwiGLU."""
-        attention = 2 * self.width * (self.width + self.kv_heads * self.head_width)
-        return attention + 3 * self.width * self.hidden
+        attention = 2 * self.hidden_size * (self.hidden_size + self.kv_heads * self.head_width)
+        return attention + 3 * self.hidden_size * self.intermediate_size
 
 
 SIZES: Final[dict[str, GPTConfig]] = {
     # little computation: shows the overhead of a framework
     "tiny": GPTConfig(
-        vocabulary=1024, layers=4, width=128, heads=4, kv_heads=4, hidden=352, sequence=64
+        vocabulary=1024,
+        layers=4,
+        hidden_size=128,
+        heads=4,
+        kv_heads=4,
+        intermediate_size=352,
+        sequence=64,
     ),
     # 33M parameters: computation and communication take about the same time on a CPU core
     "small": GPTConfig(
-        vocabulary=8192, layers=8, width=512, heads=8, kv_heads=8, hidden=1344, sequence=128
+        vocabulary=8192,
+        layers=8,
+        hidden_size=512,
+        heads=8,
+        kv_heads=8,
+        intermediate_size=1344,
+        sequence=128,
     ),
     # bytes of text on a laptop, in minutes
     "quickstart": GPTConfig(
-        vocabulary=256, layers=4, width=256, heads=4, kv_heads=2, hidden=704, sequence=256
+        vocabulary=256,
+        layers=4,
+        hidden_size=256,
+        heads=4,
+        kv_heads=2,
+        intermediate_size=704,
+        sequence=256,
     ),
 }
 
@@ -125,10 +144,10 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(config.vocabulary, config.width)
+        self.embed = nn.Embedding(config.vocabulary, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.width, eps=NORM_EPS)
-        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=NORM_EPS)
+        self.head = nn.Linear(config.hidden_size, config.vocabulary, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight
 
@@ -175,9 +194,9 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.attn_norm = nn.RMSNorm(config.width, eps=NORM_EPS)
+        self.attn_norm = nn.RMSNorm(config.hidden_size, eps=NORM_EPS)
         self.attn = Attention(config)
-        self.mlp_norm = nn.RMSNorm(config.width, eps=NORM_EPS)
+        self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=NORM_EPS)
         self.mlp = SwiGLU(config)
 
     def forward(self, x_BTD: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
@@ -192,10 +211,10 @@ class Attention(nn.Module):
         super().__init__()
         self.head_width = config.head_width
         self.grouped = config.kv_heads != config.heads
-        self.q = nn.Linear(config.width, config.heads * config.head_width, bias=False)
-        self.k = nn.Linear(config.width, config.kv_heads * config.head_width, bias=False)
-        self.v = nn.Linear(config.width, config.kv_heads * config.head_width, bias=False)
-        self.out = nn.Linear(config.heads * config.head_width, config.width, bias=False)
+        self.q = nn.Linear(config.hidden_size, config.heads * config.head_width, bias=False)
+        self.k = nn.Linear(config.hidden_size, config.kv_heads * config.head_width, bias=False)
+        self.v = nn.Linear(config.hidden_size, config.kv_heads * config.head_width, bias=False)
+        self.out = nn.Linear(config.heads * config.head_width, config.hidden_size, bias=False)
 
     def forward(self, x_BTD: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
         """From x [B, T, D] to [B, T, D]; `turn` is the rotation of every position."""
@@ -217,9 +236,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.width, config.hidden, bias=False)
-        self.up = nn.Linear(config.width, config.hidden, bias=False)
-        self.down = nn.Linear(config.hidden, config.width, bias=False)
+        self.gate = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         hidden_BTF = functional.silu(self.gate(x_BTD)) * self.up(x_BTD)

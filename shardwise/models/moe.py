@@ -22,7 +22,7 @@ from shardwise.techniques.tensor.tensor_table import Table
 
 FORM: Final = "GATE, and after colons a capacity, the number of experts, and those of a token"
 TINY: Final = GPTConfig(
-    vocabulary=256, layers=2, width=64, heads=4, kv_heads=2, hidden=96, sequence=32
+    vocabulary=256, layers=2, hidden_size=64, heads=4, kv_heads=2, intermediate_size=96, sequence=32
 )
 
 
@@ -30,7 +30,7 @@ TINY: Final = GPTConfig(
 class MoEConfig:
     """The sizes of a MoE GPT.
 
-    gpt     the sizes of everything else; its `hidden` is the hidden width of one expert
+    gpt     the sizes of everything else; its `intermediate_size` is the hidden width of one expert
     gate    the gate of every layer, with the number of experts
     shared  how many experts of that width all tokens share
     seed    of the random numbers of the gates
@@ -73,16 +73,18 @@ class MoEConfig:
     @property
     def parameters(self) -> int:
         gpt, name, experts = self.gpt, self.gate.name, self.gate.experts
-        dense = replace(gpt, hidden=gpt.hidden * (experts + self.shared)).parameters
+        dense = replace(
+            gpt, intermediate_size=gpt.intermediate_size * (experts + self.shared)
+        ).parameters
         routers = {"noisy-topk": 2}.get(name, int(name not in FIXED))
-        return dense + gpt.layers * routers * gpt.width * experts
+        return dense + gpt.layers * routers * gpt.hidden_size * experts
 
     @property
     def flops_per_token(self) -> int:
         """As a GPT's, of the experts that a token uses or all share, and the router."""
         gpt, used = self.gpt, self.gate.k + self.shared
-        dense = replace(gpt, hidden=gpt.hidden * used).flops_per_token
-        return dense + 6 * gpt.layers * gpt.width * self.gate.experts
+        dense = replace(gpt, intermediate_size=gpt.intermediate_size * used).flops_per_token
+        return dense + 6 * gpt.layers * gpt.hidden_size * self.gate.experts
 
 
 def tiny(text: str) -> MoEConfig:
@@ -115,10 +117,10 @@ class MoEGPT(nn.Module):
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.config, sizes = config, config.gpt
-        self.embed = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.embed = nn.Embedding(sizes.vocabulary, sizes.hidden_size)
         self.blocks = nn.ModuleList(MoEBlock(config) for _ in range(sizes.layers))
-        self.norm = nn.RMSNorm(sizes.width, eps=NORM_EPS)
-        self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+        self.norm = nn.RMSNorm(sizes.hidden_size, eps=NORM_EPS)
+        self.head = nn.Linear(sizes.hidden_size, sizes.vocabulary, bias=False)
         if sizes.tied:
             self.head.weight = self.embed.weight
         name_layers(self)
@@ -147,12 +149,14 @@ class MoEBlock(nn.Module):
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         sizes = config.gpt
-        self.attn_norm = nn.RMSNorm(sizes.width, eps=NORM_EPS)
+        self.attn_norm = nn.RMSNorm(sizes.hidden_size, eps=NORM_EPS)
         self.attn = Attention(sizes)
-        self.moe_norm = nn.RMSNorm(sizes.width, eps=NORM_EPS)
-        wide = replace(sizes, hidden=sizes.hidden * max(1, config.shared))
+        self.moe_norm = nn.RMSNorm(sizes.hidden_size, eps=NORM_EPS)
+        wide = replace(sizes, intermediate_size=sizes.intermediate_size * max(1, config.shared))
         shared = SwiGLU(wide) if config.shared else None
-        self.moe = MoE(sizes.width, sizes.hidden, config.gate, shared, seed=config.seed)
+        self.moe = MoE(
+            sizes.hidden_size, sizes.intermediate_size, config.gate, shared, seed=config.seed
+        )
 
     def forward(
         self,

@@ -102,7 +102,7 @@ class FolderConfig:
     path: Path
     vocabulary: int
     layers: int
-    width: int
+    hidden_size: int
     sequence: int
     parameters: int
     multiplied: int
@@ -133,7 +133,7 @@ class FolderConfig:
     @property
     def flops_per_token(self) -> int:
         each = 6 if self.adapters is None else 4  # frozen weights have no gradients
-        return each * self.multiplied + 12 * self.layers * self.width * self.sequence
+        return each * self.multiplied + 12 * self.layers * self.hidden_size * self.sequence
 
 
 def read(
@@ -207,12 +207,22 @@ def _copy(path: Path, name: str, tensor: Tensor) -> None:
 # --- models of published sizes --------------------------------------------------------------------
 
 PUBLISHED: Final[dict[str, GPTConfig | MoEConfig]] = {
-    "gpt:1b": GPTConfig(32_000, 22, 2048, heads=32, kv_heads=4, hidden=5632, sequence=2048),
-    "gpt:7b": GPTConfig(32_000, 32, 4096, heads=32, kv_heads=32, hidden=11_008, sequence=2048),
-    "llama:8b": GPTConfig(128_256, 32, 4096, heads=32, kv_heads=8, hidden=14_336, sequence=8192),
-    "llama:70b": GPTConfig(128_256, 80, 8192, heads=64, kv_heads=8, hidden=28_672, sequence=8192),
+    "gpt:1b": GPTConfig(
+        32_000, 22, 2048, heads=32, kv_heads=4, intermediate_size=5632, sequence=2048
+    ),
+    "gpt:7b": GPTConfig(
+        32_000, 32, 4096, heads=32, kv_heads=32, intermediate_size=11_008, sequence=2048
+    ),
+    "llama:8b": GPTConfig(
+        128_256, 32, 4096, heads=32, kv_heads=8, intermediate_size=14_336, sequence=8192
+    ),
+    "llama:70b": GPTConfig(
+        128_256, 80, 8192, heads=64, kv_heads=8, intermediate_size=28_672, sequence=8192
+    ),
     "mixtral:8x7b": MoEConfig(
-        GPTConfig(32_000, 32, 4096, heads=32, kv_heads=8, hidden=14_336, sequence=32_768),
+        GPTConfig(
+            32_000, 32, 4096, heads=32, kv_heads=8, intermediate_size=14_336, sequence=32_768
+        ),
         Gate("topk-renormalised", experts=8, k=2),
     ),
 }

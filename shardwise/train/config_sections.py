@@ -49,8 +49,8 @@ class ModelSection(BaseModel):
     """The model: by default a GPT of a named size, whose numbers the other keys override.
 
     Only `sequence` can be set for a model of transformers (`hf:./FOLDER`) and for your own
-    (`file.py:build`). With `experts`, each feed-forward layer is a mixture of experts of `hidden`
-    features; the keys after it need it.
+    (`file.py:build`). With `experts`, each feed-forward layer is a mixture of experts of
+    `intermediate_size` features; the keys after it need it.
     """
 
     model_config = CLOSED
@@ -64,7 +64,7 @@ class ModelSection(BaseModel):
         default=None, description="rows of the embedding; unset: the size of the tokenizer"
     )
     layers: Size | None = Field(default=None, description="blocks")
-    width: Size | None = Field(
+    hidden_size: Size | None = Field(
         default=None, description="features of the stream between blocks, a multiple of 2 x heads"
     )
     heads: Size | None = Field(
@@ -73,7 +73,7 @@ class ModelSection(BaseModel):
     kv_heads: Size | None = Field(
         default=None, description="key and value heads, a divisor of `heads`"
     )
-    hidden: Size | None = Field(
+    intermediate_size: Size | None = Field(
         default=None, description="features inside the feed-forward layer, or inside each expert"
     )
     sequence: Size | None = Field(default=None, description="positions of a training sequence")

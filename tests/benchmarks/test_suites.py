@@ -27,7 +27,9 @@ from shardwise.models.gpt import GPTConfig
 from tests.house import ROOT
 from tests.pool import run_gloo
 
-MICRO = GPTConfig(vocabulary=64, layers=2, width=32, heads=4, kv_heads=2, hidden=48, sequence=8)
+MICRO = GPTConfig(
+    vocabulary=64, layers=2, hidden_size=32, heads=4, kv_heads=2, intermediate_size=48, sequence=8
+)
 REFERENCE = SUITES["data"][0]
 TASK = Task("micro", MICRO, (REFERENCE,), rows=4, rounds=1, steps=2, warm_up=1)
 MIXTURES = ("experts 8", "experts 8 without ep", "torch loop", "DeepSpeed MoE")
@@ -231,7 +233,7 @@ def test_the_least_bytes_are_the_papers() -> None:
     """2Ψ(n-1)/n in fp32, and 3Ψ(n-1)/n for zero3; 4L + 2 all-reduces of activations for `tp`."""
     for row, volume in {"ddp": 2, "zero1": 2, "zero2": 2, "zero3": 3}.items():
         assert least_bytes(row, MEDIANS, 4) == volume * MICRO.parameters * 4 * 3 // 4
-    tokens, width, layers = MEDIANS.rows * MICRO.sequence, MICRO.width, MICRO.layers
+    tokens, width, layers = MEDIANS.rows * MICRO.sequence, MICRO.hidden_size, MICRO.layers
     numel = (4 * layers + 2) * tokens * width + 3 * tokens
     for ranks in (2, 4):
         share = (ranks - 1) / ranks * 4
@@ -243,7 +245,7 @@ def test_the_least_bytes_are_the_papers() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_least_bytes_of_a_pipeline_are_the_boundaries(ranks: int) -> None:
     """The stream forward and back over every boundary between ranks, whatever the microbatches."""
-    numel = MEDIANS.rows * MICRO.sequence * MICRO.width
+    numel = MEDIANS.rows * MICRO.sequence * MICRO.hidden_size
     loops, turns = 2 * ranks - 1, 2 * ranks - 2
     crossings = {"interleaved": loops, "bfs": loops, "zb-v": turns, "dualpipe-v": turns}
     for word in (word for word in SCHEDULES if ":8" in word):

@@ -28,7 +28,12 @@ HERE = {
 }
 #: What is smaller here of a run, and of the model of an example.
 SHORT = {"train.warmup": 4}
-SMALL = {"model.layers": 2, "model.width": 32, "model.hidden": 48, "model.sequence": 32}
+SMALL = {
+    "model.layers": 2,
+    "model.hidden_size": 32,
+    "model.intermediate_size": 48,
+    "model.sequence": 32,
+}
 #: What is proved and measured where a command names no model.
 MODEL = f"{ROOT}/tests/verify/small.py:build"
 #: Programs that take a number of steps, and train for few here.

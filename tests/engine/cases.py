@@ -30,7 +30,14 @@ HYBRID = [f"dp_replicate2 dp_shard2 {row}" for row in ROWS[1:]]
 PLANS = [*(f"dp{n} {row}" for n in (2, 4) for row in ROWS), *HYBRID]
 
 CONFIG = gpt.GPTConfig(
-    vocabulary=37, layers=2, width=20, heads=2, kv_heads=1, hidden=27, sequence=9, tied=False
+    vocabulary=37,
+    layers=2,
+    hidden_size=20,
+    heads=2,
+    kv_heads=1,
+    intermediate_size=27,
+    sequence=9,
+    tied=False,
 )
 
 

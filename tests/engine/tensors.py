@@ -39,7 +39,7 @@ from tests.engine.cases import (
 )
 
 #: Half the heads share keys and values; nothing divides by 2 but the heads, nothing by 4.
-SMALL = replace(CONFIG, heads=4, kv_heads=2, width=24)
+SMALL = replace(CONFIG, heads=4, kv_heads=2, hidden_size=24)
 SHAPES = {"untied": SMALL, "tied": replace(SMALL, tied=True)}
 #: An update that is a smooth function of the gradient, so that rounding stays rounding.
 ADAMW: dict[str, Any] = {"options": {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-4}}

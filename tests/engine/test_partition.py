@@ -183,7 +183,14 @@ def test_a_model_without_memory_cannot_be_timed():
 
 
 CONFIG = GPTConfig(
-    vocabulary=16, layers=3, width=8, heads=2, kv_heads=2, hidden=8, sequence=4, tied=False
+    vocabulary=16,
+    layers=3,
+    hidden_size=8,
+    heads=2,
+    kv_heads=2,
+    intermediate_size=8,
+    sequence=4,
+    tied=False,
 )
 
 

@@ -20,7 +20,9 @@ from shardwise.techniques.tensor.tensor_table import STYLES, ModuleShape, Table,
 transformers = pytest.importorskip("transformers")
 
 NAMES = ["llama", "qwen3", "mistral", "gemma2", "phi3", "gpt2", "mixtral"]
-CONFIG = GPTConfig(vocabulary=37, layers=2, width=48, heads=6, kv_heads=2, hidden=50, sequence=8)
+CONFIG = GPTConfig(
+    vocabulary=37, layers=2, hidden_size=48, heads=6, kv_heads=2, intermediate_size=50, sequence=8
+)
 
 
 def made(name: str, **changes: Any) -> Any:

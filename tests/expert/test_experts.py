@@ -152,7 +152,7 @@ def test_a_plan_that_does_not_fit_is_refused():
     lacks = replace(table, sequence=tuple(e for e in table.sequence if e[1] != "gather"))
     with pytest.raises(InputError, match=r"blocks\.\*\.moe.*gather"):
         sw.parallelize(model, "tp2 sp", traced(0, 2), table=lacks)
-    assert model.get_parameter("blocks.0.moe.experts.up").shape[1] == CONFIG.hidden
+    assert model.get_parameter("blocks.0.moe.experts.up").shape[1] == CONFIG.intermediate_size
 
 
 # --- gates that change with each pass -------------------------------------------------------------

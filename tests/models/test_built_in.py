@@ -16,7 +16,9 @@ from shardwise.models.registry import find
 from shardwise.models.trainable import fill, initial
 from shardwise.techniques.expert.gate import GATES, Gate
 
-MICRO = GPTConfig(vocabulary=23, layers=2, width=16, heads=4, kv_heads=2, hidden=24, sequence=6)
+MICRO = GPTConfig(
+    vocabulary=23, layers=2, hidden_size=16, heads=4, kv_heads=2, intermediate_size=24, sequence=6
+)
 TIED = replace(MICRO, tied=True)
 
 
@@ -172,13 +174,13 @@ def test_a_published_size_has_the_published_number_of_parameters(name: str) -> N
 def test_operations_are_counted_by_weight() -> None:
     """Six for each weight that multiplies, and scores; experts add those of the routers alone."""
     short = replace(MICRO, sequence=1, kv_heads=4)
-    vectors = (2 * short.layers + 1) * short.width
-    products = short.parameters - vectors - short.vocabulary * short.width
-    assert short.flops_per_token == 6 * products + 12 * short.layers * short.width
+    vectors = (2 * short.layers + 1) * short.hidden_size
+    products = short.parameters - vectors - short.vocabulary * short.hidden_size
+    assert short.flops_per_token == 6 * products + 12 * short.layers * short.hidden_size
     few, many = (
         MoEConfig(moe.TINY, Gate("topk", experts, 2)).flops_per_token for experts in (4, 64)
     )
-    assert many - few == 6 * moe.TINY.layers * moe.TINY.width * 60
+    assert many - few == 6 * moe.TINY.layers * moe.TINY.hidden_size * 60
 
 
 def test_sizes_after_the_gate() -> None:

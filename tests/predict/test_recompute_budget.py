@@ -21,7 +21,13 @@ from tests.pool import run_threads
 LAYERS = 4
 
 
-SIZES: dict[str, Any] = {"width": 64, "heads": 8, "kv_heads": 4, "hidden": 96, "sequence": 16}
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "heads": 8,
+    "kv_heads": 4,
+    "intermediate_size": 96,
+    "sequence": 16,
+}
 
 
 def made() -> gpt.GPT:

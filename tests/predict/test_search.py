@@ -36,7 +36,7 @@ from shardwise.prediction.prediction import Prediction
 from tests.train.runs import ended, printed
 from tests.verify import small
 
-CONFIG = GPTConfig(512, 4, 64, heads=4, kv_heads=4, hidden=192, sequence=64)
+CONFIG = GPTConfig(512, 4, 64, heads=4, kv_heads=4, intermediate_size=192, sequence=64)
 OPTIONS = EngineOptions(loss=loss, clip=1.0, least_unit_bytes=0, kernels="cuda")
 RANKS, ROWS = 2, 2
 #: All plans fit, some, those with offload alone, and none.

@@ -28,7 +28,7 @@ from tests import plans
 IDEAL = PRESETS["h100-sxm"].model_copy(
     update={"derating": Derating(products=1.0, memory=1.0, links=1.0)}
 )
-CONFIG = GPTConfig(512, 4, 64, heads=4, kv_heads=4, hidden=192, sequence=32)
+CONFIG = GPTConfig(512, 4, 64, heads=4, kv_heads=4, intermediate_size=192, sequence=32)
 
 
 def linked(rate: float, **device: Any) -> Cluster:
@@ -70,7 +70,7 @@ def test_a_kernel_takes_the_longest_of_three(flops: int, moved_bytes: int, expec
     assert operation_s(operation, IDEAL) == pytest.approx(expected)
 
 
-SMALL = GPTConfig(96, 2, 32, heads=4, kv_heads=4, hidden=64, sequence=16)
+SMALL = GPTConfig(96, 2, 32, heads=4, kv_heads=4, intermediate_size=64, sequence=16)
 
 
 def recorded(plan: str, config: GPTConfig = SMALL, device: Any = "cpu") -> list[Operation]:
@@ -88,7 +88,7 @@ def test_flops_are_those_of_a_run():
         loss(GPT(SMALL), {"inputs": tokens, "targets": tokens}).backward()
     operations = recorded("dp2 zero3")
     found = sum(each.flops for each in operations)
-    attention = 2 * 2 * tokens.numel() * SMALL.sequence * SMALL.width
+    attention = 2 * 2 * tokens.numel() * SMALL.sequence * SMALL.hidden_size
     assert found - SMALL.layers * attention * 7 // 2 == counter.get_total_flops()
     assert 2 * sum(each.flops for each in recorded("dp2 tp2")) == found
     short = [each for each in operations if each.done_flops != each.flops]
@@ -103,7 +103,7 @@ def test_a_fused_norm_passes_over_memory_once():
         found = recorded("dp2 bf16", device=device)
         return sum(each.moved_bytes for each in found if not each.backward)
 
-    stream_bytes, norms = 3 * SMALL.sequence * SMALL.width * 2, 2 * SMALL.layers + 1
+    stream_bytes, norms = 3 * SMALL.sequence * SMALL.hidden_size * 2, 2 * SMALL.layers + 1
     assert moved("cpu") - moved("cuda") >= 2 * norms * stream_bytes
 
 

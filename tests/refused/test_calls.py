@@ -274,7 +274,7 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
         *(
             (partial(replace, CONFIG, **sizes), said)
             for sizes, said in (
-                ({"heads": 3}, "a width that splits"),
+                ({"heads": 3}, "a size that splits"),
                 ({"kv_heads": 3}, "a divisor of heads"),
                 ({"layers": 0}, "1 or more"),
             )

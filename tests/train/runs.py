@@ -36,7 +36,7 @@ def settings(folder: Path, plan: str = "fp64", **train: Any) -> config.Config:
     text = folder.parent / "text"
     text.mkdir(exist_ok=True)
     (text / "a.txt").write_text("".join(f"{n * n} is the square of {n}. " for n in range(11)))
-    sizes = {"layers": 2, "width": 16, "heads": 2, "hidden": 24, "sequence": 13}
+    sizes = {"layers": 2, "hidden_size": 16, "heads": 2, "intermediate_size": 24, "sequence": 13}
     steps = {"steps": 7, "batch": 5, "warmup": 2, "lr": 0.01, "eval_every": 3, "save_every": 2}
     return config.build(
         {

@@ -203,7 +203,10 @@ def test_adapters_train_alone_and_are_exported_for_peft(
         ({"name": "hf:./part"}, "which lacks 1 weights of its LlamaForCausalLM, the first lm_head"),
         ({"name": "hf:./bare"}, "the folder 'bare' without config.json"),
         ({"name": "net.py:build"}, r"without model\.sequence.*model\.sequence = 128"),
-        ({"name": "net.py:build", "sequence": 13, "width": 16}, r"model\.width with model\.name"),
+        (
+            {"name": "net.py:build", "sequence": 13, "hidden_size": 16},
+            r"model\.hidden_size with model\.name",
+        ),
         ({"name": "net.py:small", "sequence": 13}, r"below 257 gives IndexError.*\(net\.py, line"),
         (
             {"name": "net.py:bild", "sequence": 13},

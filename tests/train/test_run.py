@@ -136,10 +136,10 @@ def test_other_data_or_another_model_cannot_be_resumed_with(tmp_path: Path):
     runs.run(given)
     before = contents(given.folder)
     longer = runs.changed(given, "train", steps=3)
-    other = runs.changed(longer, "model", width=24, layers=1)
+    other = runs.changed(longer, "model", hidden_size=24, layers=1)
     sizes = (
-        r"--resume with model\.layers = 1 \(was 2\), model\.width = 24 \(was 16\)\..*"
-        r"Write instead: model\.layers = 2, model\.width = 16, or --overwrite"
+        r"--resume with model\.layers = 1 \(was 2\), model\.hidden_size = 24 \(was 16\)\..*"
+        r"Write instead: model\.layers = 2, model\.hidden_size = 16, or --overwrite"
     )
     seed = r"train\.seed = 0 \(now 5\)"
     for wrong, said in ((runs.changed(longer, "train", seed=5), seed), (other, sizes)):
@@ -249,7 +249,7 @@ def test_a_refused_start_leaves_nothing_behind(tmp_path: Path):
 def test_memory_that_is_not_there_is_a_paragraph(tmp_path: Path):
     """Where the allocator refuses: how many parameters, and under which plan."""
     given = runs.settings(tmp_path / "run")
-    large = runs.changed(given, "model", vocabulary=10**9, width=10**7, heads=1)
+    large = runs.changed(given, "model", vocabulary=10**9, hidden_size=10**7, heads=1)
     with pytest.raises(RunError, match=r"Rank 0 ran out of memory .* parameters under '"):
         loop.train(large, alone())
     assert not given.folder.exists()
@@ -264,7 +264,7 @@ def test_memory_that_is_not_there_is_a_paragraph(tmp_path: Path):
         ("accumulate:2", "train", {"batch": 1}, r"train\.batch = 1 under the plan"),
         ("", "model", {"vocabulary": 100}, r"model\.vocabulary = 100 for bytes"),
         ("", "model", {"name": "gpt:smal"}, r"Write instead: model\.name = 'gpt:small'"),
-        ("", "model", {"width": 15, "heads": 2}, "width = 15"),
+        ("", "model", {"hidden_size": 15, "heads": 2}, "hidden_size = 15"),
         ("", "model", {"gate": "switch"}, r"model\.gate = .*model\.experts = 8"),
         ("offload:optim@disk", "train", {"async_save": True}, r"asynchronous save .* on a disk"),
     ],

@@ -30,7 +30,14 @@ from shardwise.techniques.expert.gate import Gate
 from tests.engine.cases import settled
 
 CONFIG = gpt.GPTConfig(
-    vocabulary=7, layers=2, width=12, heads=2, kv_heads=2, hidden=14, sequence=8, tied=False
+    vocabulary=7,
+    layers=2,
+    hidden_size=12,
+    heads=2,
+    kv_heads=2,
+    intermediate_size=14,
+    sequence=8,
+    tied=False,
 )
 TIED = gpt.GPTConfig(**{**vars(CONFIG), "tied": True})
 WIDTH, HIDDEN = 6, 9  # a block has an odd number of elements, and so padding

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from shardwise.models import gpt, registry
 
-SIZES = gpt.GPTConfig(vocabulary=32, layers=2, width=16, heads=4, kv_heads=2, hidden=24, sequence=8)
+SIZES = gpt.GPTConfig(
+    vocabulary=32, layers=2, hidden_size=16, heads=4, kv_heads=2, intermediate_size=24, sequence=8
+)
 Made = tuple[nn.Module, Callable[..., Any], Callable[..., Any]]
 
 

@@ -8,7 +8,8 @@ neighbours are merged. A parameter shared between units moves to one unit, used 
 module that holds all its users.
 
 `wrap_policy=` takes another rule: a class (or several), a pattern of module names
-("encoder.layers.*"), a size in bytes, or a function `(name, module) -> bool` that says where a unit begins.
+("encoder.layers.*"), a size in bytes, or a function `(name, module) -> bool` that says where a unit
+begins.
 """
 
 import inspect
