@@ -73,9 +73,8 @@ class MoEConfig:
     @property
     def parameters(self) -> int:
         gpt, name, experts = self.gpt, self.gate.name, self.gate.experts
-        dense = replace(
-            gpt, intermediate_size=gpt.intermediate_size * (experts + self.shared)
-        ).parameters
+        all_experts = gpt.intermediate_size * (experts + self.shared)
+        dense = replace(gpt, intermediate_size=all_experts).parameters
         routers = {"noisy-topk": 2}.get(name, int(name not in FIXED))
         return dense + gpt.layers * routers * gpt.hidden_size * experts
 
