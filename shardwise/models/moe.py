@@ -72,6 +72,7 @@ class MoEConfig:
 
     @property
     def parameters(self) -> int:
+        """Of all experts, also shared ones, and the routers."""
         gpt, name, experts = self.gpt, self.gate.name, self.gate.experts
         all_experts = gpt.intermediate_size * (experts + self.shared)
         dense = replace(gpt, intermediate_size=all_experts).parameters
