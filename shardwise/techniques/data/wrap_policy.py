@@ -134,10 +134,8 @@ def _asked(rule: Callable[[str, nn.Module], bool]) -> Callable[[str, nn.Module],
     def answer(name: str, module: nn.Module) -> bool:
         found = rule(name, module)
         if not isinstance(found, bool):
-            what = (
-                f"wrap_policy={_shown(rule)}, which returns {_shown(found)} for the module {name}"
-            )
-            raise bad(what, allowed, _INSTEAD)
+            what = f"which returns {_shown(found)} for the module {name}"
+            raise bad(f"wrap_policy={_shown(rule)}, {what}", allowed, _INSTEAD)
         return found
 
     return answer
