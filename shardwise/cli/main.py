@@ -165,9 +165,7 @@ def options(
 
 
 def train(
-    config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="A TOML file.", exists=True, dir_okay=False)
-    ],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file.")],
     *,
     plan: Annotated[str | None, typer.Option(help="The plan, instead of the file's.")] = None,
     model: Annotated[
@@ -212,6 +210,12 @@ def train(
     ] = False,
 ) -> None:
     """Train a model; also under torchrun and Slurm."""
+    if not os.path.exists(config):  # noqa: PTH110 (a name may be too long); torch is not imported
+        raise bad(
+            f"the configuration {config}, a file that does not exist",
+            "a TOML file",
+            EXAMPLES["train"],
+        )
     overrides = [*(set_ or ()), *([] if plan is None else [f"plan.text={plan}"])]
     overrides += [] if model is None else [f"model.name={model}"]
     overrides += [] if table is None else [f"plan.table={table.resolve()}"]

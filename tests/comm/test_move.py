@@ -299,7 +299,7 @@ def by_name(world: World, dtype: torch.dtype) -> list[bool]:
     for root in range(n):
         out = x.clone()
         good += [c.broadcast(out, axis, root) is out, torch.equal(out, every[root])]
-    good.append(sent(axis.ledger.lines)["broadcast"] == x.numel() * (n - 1))
+    good.append(sent(axis.ledger.lines)["broadcast"] == x.nbytes * (n - 1))
     right, left = (rank + 1) % n, (rank - 1) % n
     for turn in range(6):
         if turn % 2 == rank % 2:

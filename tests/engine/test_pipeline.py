@@ -275,8 +275,9 @@ def test_what_a_call_leaves_is_undone():
     loss, python, numpy = Remembering(), random.getstate(), draw.__self__.get_state()[2]
     before, calls = loss.average.clone(), COUNTED["calls"]
 
-    def all_of_it(model: nn.Module, x: Tensor) -> Tensor:
-        return loss(model, x) * random.random() * draw()
+    def all_of_it(model: nn.Module, x: Tensor, weights_of: int = 3) -> Tensor:
+        """A default has the name of a function of this module, which stays what it is."""
+        return loss(model, x) * random.random() * draw() * weights_of
 
     with as_before([all_of_it], model := nn.Linear(6, 6)):
         all_of_it(model, torch.ones(2, 6))

@@ -330,10 +330,7 @@ def test_parity_of_every_kind_of_model(plan: str, model: str):
 
 
 OTHERWISE = [
-    *(
-        {"wrap_policy": units}
-        for units in ("auto", Block, "blocks.*", 600, lambda n, _: n == "blocks.1")
-    ),
+    *({"units": units} for units in ("auto", Block, "blocks.*", 600, lambda n, _: n == "blocks.1")),
     *({"prefetch": ahead} for ahead in (0, 1, 3)),
 ]
 

@@ -64,10 +64,10 @@ WIDE_BYTES = 4  # norms and log-sum-exps are computed in fp32 or wider
 class BlockShape:
     """A Block of models/gpt.py as numbers; see there for the names."""
 
-    width: int
+    hidden_size: int
     heads: int
     kv_heads: int
-    hidden: int
+    intermediate_size: int
 
 
 def block_bytes(
@@ -88,20 +88,20 @@ def block_bytes(
     wide = max(element_bytes, WIDE_BYTES)
     shard = -(-positions // ranks) if sp else positions  # padded where they do not divide
     queries, keys = (cut.size(rank) for cut in heads(block.heads, block.kv_heads, ranks))
-    features = even(0, block.hidden, ranks).size(rank)
-    head_width = block.width // block.heads
-    stream = shard * block.width * element_bytes
+    features = even(0, block.intermediate_size, ranks).size(rank)
+    head_width = block.hidden_size // block.heads
+    stream = shard * block.hidden_size * element_bytes
     attention = 2 * (queries + keys) * head_width * element_bytes + queries * wide
     if recompute == "full" or (recompute == "partitioned" and sp):
         return batch * stream
     if recompute == "partitioned":
-        return -(-batch * positions * block.width // ranks) * element_bytes
+        return -(-batch * positions * block.hidden_size // ranks) * element_bytes
     if recompute == "selective":
         summed_in_place = ranks > 1 and not sp
-        products = 2 * (features + (0 if summed_in_place else block.width)) * element_bytes
+        products = 2 * (features + (0 if summed_in_place else block.hidden_size)) * element_bytes
         return batch * (stream + positions * (attention + products))
-    norms = 2 * shard * (2 * block.width + 1) * wide
-    inputs = 2 * block.width * element_bytes
+    norms = 2 * shard * (2 * block.hidden_size + 1) * wide
+    inputs = 2 * block.hidden_size * element_bytes
     forward = 4 * features * element_bytes
     return batch * (norms + positions * (inputs + attention + forward))
 
@@ -109,10 +109,10 @@ def block_bytes(
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 #: Sizes that divide by 2 and 4, with grouped heads; and sizes that do not, with shared key heads.
 BLOCKS = {
-    "round": BlockShape(width=64, heads=8, kv_heads=4, hidden=96),
-    "uneven": BlockShape(width=60, heads=6, kv_heads=3, hidden=50),
-    "shared": BlockShape(width=32, heads=4, kv_heads=1, hidden=37),
-    "wide": BlockShape(width=256, heads=4, kv_heads=4, hidden=64),
+    "round": BlockShape(hidden_size=64, heads=8, kv_heads=4, intermediate_size=96),
+    "uneven": BlockShape(hidden_size=60, heads=6, kv_heads=3, intermediate_size=50),
+    "shared": BlockShape(hidden_size=32, heads=4, kv_heads=1, intermediate_size=37),
+    "wide": BlockShape(hidden_size=256, heads=4, kv_heads=4, intermediate_size=64),
 }
 TOKENS = {"round": (3, 8), "wide": (8, 64)}
 

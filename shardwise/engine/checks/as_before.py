@@ -110,7 +110,8 @@ class _Held:
                     self.note(cell.cell_contents)
             for path, value in read_by(x, owner).items():
                 of, _, name = path.rpartition(".")
-                if not of and x.__globals__.get(name, cell := object()) is not cell:
+                # not a default or a closed-over variable of the name of a global
+                if not of and name in x.__globals__ and x.__globals__[name] is value:
                     self.stack.callback(x.__globals__.__setitem__, name, value)
                 self.note(value)
         for name, value in [*vars(owner).items()] if owner else ():

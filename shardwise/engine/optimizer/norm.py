@@ -49,6 +49,9 @@ def power_sum(x: Tensor, power: float) -> Tensor:
 # --- factors of the losses, and the loss scale ----------------------------------------------------
 
 
+_LEAST = 1e-30  # tokens, or weights of tokens, of a batch that has any
+
+
 class LossWeights:
     """The factors of a step's microbatches, from numbers that are summed while the forward runs.
 
@@ -87,17 +90,14 @@ class LossWeights:
         """What an update multiplies by after a synchronous schedule: T over P, the loss scale and
         the step's `tokens`.  Doubles [1] on the device.
         """
-        total, parts = _or_one(self.totals.sum(1)).split(1)
-        return total / (_or_one(tokens) * parts * self.scale)
+        total, parts = self.totals.sum(1).split(1)
+        each = tokens.clamp(min=_LEAST) * parts.clamp(min=1)
+        return total.clamp(min=_LEAST) / (each * self.scale)
 
     def of(self, tokens: float, update: int) -> Tensor:
         """The factor of the mean loss of a microbatch: a double on the device."""
         total, parts = self.totals[:, update]
-        return self.scale * (tokens * parts / _or_one(total))
-
-
-def _or_one(x: Tensor) -> Tensor:
-    return x.masked_fill(x == 0, 1)
+        return self.scale * (tokens * parts / total.clamp(min=_LEAST))
 
 
 def counted(tokens: float) -> float:
