@@ -88,10 +88,10 @@ def balanced(model: Any, plan: Any, *of: Any, real: Act = stage_module.stage_sta
 
 def another_stages_input(patch: Any) -> None:
     """Every stage of a rank but the first gets what the rank's first stage got."""
-    got: dict[tuple[int, int], list[Tensor]] = {}
+    got: dict[tuple[StageWork, int], list[Tensor]] = {}  # no other object gets a key's id
 
     def first(real: Any, work: StageWork, stage: int, i: int, given: Any) -> Any:
-        place = id(work), i
+        place = work, i
         earlier = got.setdefault(place, [x.detach().clone() for x in given]) if given else given
         like = [tuple(x.shape) for x in earlier] == [tuple(x.shape) for x in given]
         return real(work, stage, i, [x.clone() for x in earlier] if stage >= 2 and like else given)
