@@ -67,7 +67,7 @@ class WeightsFolder:
 
     def __call__(self, name: str, tensor: Tensor) -> None:
         """Copy the weight `name` into `tensor`, in its dtype. Raises InputError for another shape.
-        As `init_fn=` of parallelize it loads a model on the meta device unit by unit.
+        As `fill=` of parallelize it loads a model on the meta device unit by unit.
         """
         saved = self.tensor(name)
         if saved.shape != tensor.shape:
@@ -108,7 +108,7 @@ def fill_from(folder: object) -> WeightsFolder:
 
         with torch.device("meta"):
             model = Model()
-        engine = sw.parallelize(model, plan, world, init_fn=sw.fill_from("weights"))
+        engine = sw.parallelize(model, plan, world, fill=sw.fill_from("weights"))
 
     Each unit is read when it is built, so no rank holds the full model. Names are those of
     `named_parameters()` and, for buffers that the folder holds, of `named_buffers()`. Raises

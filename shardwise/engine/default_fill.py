@@ -1,4 +1,4 @@
-"""Initial weights of a model on the meta device without `init_fn`, and the cut of parameters to
+"""Initial weights of a model on the meta device without `fill`, and the cut of parameters to
 layouts.
 
 Each module's own initialisation runs on real memory, one module at a time: the `_init_weights` of
@@ -89,7 +89,7 @@ def _initial(owner: _Owner, name: str, seed: int) -> Tensor:
     raise bad(
         f"parameter {name} on the meta device, which no function of its {kind} initialises",
         f"a method reset_parameters of {kind}, an _init_weights(module) of the model, real weights "
-        "on rank 0, or sw.parallelize with init_fn=",
+        "on rank 0, or sw.parallelize with fill=",
         f"def reset_parameters(self): self.{key}.data.normal_(0, 0.02)",
     )
 

@@ -81,9 +81,9 @@ __all__ = ["EngineOptions", "own_loss"]
 
 #: Those that must be equal on all ranks.
 SHARED = (
-    *("clip", "wrap_policy", "least_unit_bytes", "prefetch", "stages"),
+    *("clip", "units", "least_unit_bytes", "prefetch", "stages"),
     *("on_nonfinite", "check_every", "seed", "broadcast_buffers"),
-    *("loss", "tokens", "rows", "init_fn"),
+    *("loss", "tokens", "rows", "fill"),
 )
 
 
@@ -107,14 +107,14 @@ class EngineOptions:
                        optimizer states; 0: only in the first step, and no weights.  With
                        "rerun:20", or "100 rerun:20", in every 20th step the next data rank
                        computes a microbatch of each again, and they compare loss and gradients
-    wrap_policy        what is gathered, freed and reduced together: "auto" (the repeated block), a
+    units              what is gathered, freed and reduced together: "auto" (the repeated block), a
                        class or several, a pattern of module names, a size in bytes, or
                        f(name, module) -> bool
     least_unit_bytes   smaller units are merged with their neighbours; None: 2 MiB, 0: merge none
     prefetch           the number of units to gather ahead of their use under `zero3`
-    init_fn            init_fn(name, tensor) writes initial weights of a model on the meta device;
+    fill               fill(name, tensor) writes initial weights of a model on the meta device;
                        None: its own initialisation, by `seed`
-    seed               the seed of initial weights without `init_fn`
+    seed               the seed of initial weights without `fill`
     table              the styles of tensor parallelism; None: the model's own table
     stages             the names of the modules that begin each pipeline stage except the first;
                        None: balanced by parameters
@@ -134,10 +134,10 @@ class EngineOptions:
     clip: float | None = None
     on_nonfinite: str = "raise"
     check_every: int | str = CHECK_EVERY
-    wrap_policy: Rule = "auto"
+    units: Rule = "auto"
     least_unit_bytes: int | None = None
     prefetch: int = 1
-    init_fn: Callable[[str, Tensor], Any] | None = None
+    fill: Callable[[str, Tensor], Any] | None = None
     seed: int = 0
     table: Table | Mapping[str, str] | None = None
     stages: Sequence[str] | None = None

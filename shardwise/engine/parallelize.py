@@ -58,10 +58,10 @@ def parallelize(
     clip: float | None = None,
     on_nonfinite: str = "raise",
     check_every: int | str = CHECK_EVERY,
-    wrap_policy: Rule = "auto",
+    units: Rule = "auto",
     least_unit_bytes: int | None = None,
     prefetch: int = 1,
-    init_fn: Callable[[str, Tensor], Any] | None = None,
+    fill: Callable[[str, Tensor], Any] | None = None,
     seed: int = 0,
     table: Table | Mapping[str, str] | None = None,
     stages: Sequence[str] | None = None,
@@ -84,10 +84,10 @@ def parallelize(
         clip=clip,
         on_nonfinite=on_nonfinite,
         check_every=check_every,
-        wrap_policy=wrap_policy,
+        units=units,
         least_unit_bytes=least_unit_bytes,
         prefetch=prefetch,
-        init_fn=init_fn,
+        fill=fill,
         seed=seed,
         table=table,
         stages=stages,
@@ -114,8 +114,8 @@ def build_engine(
     spec, objective = options.spec, options.objective
     require_possible(spec, model, plan)
     tokens, rows = validate.tokens(options.tokens), validate.rows(options.rows)
-    fill = validate.fill(options.init_fn, options.seed) or default_fill(model, options.seed)
-    _require_shardable_model(model, plan, options.wrap_policy)
+    fill = validate.fill(options.fill, options.seed) or default_fill(model, options.seed)
+    _require_shardable_model(model, plan, options.units)
     table = table_for(model, plan, options.table)
     layers = layer_tables(model, plan, options.table)
     calls = stage_module.calls_under(plan, model, objective)
@@ -138,11 +138,11 @@ def build_engine(
     shared |= {"the table": table, "the optimizer": spec}
     consistency.require_same(world, shared | options.shared)
     missing = missing_weights(model, world)
-    validate.fill_used(options.init_fn, options.seed, model, missing)
+    validate.fill_used(options.fill, options.seed, model, missing)
     build = Build(
         plan,
         world.on(plan.mesh),
-        units=options.wrap_policy,
+        units=options.units,
         fill=fill,
         prefetch=options.prefetch,
         table=table,
@@ -200,9 +200,9 @@ def recomputation(
     starts: Sequence[str] = (),
 ) -> Recomputation:
     """The recomputation of a model that is not sharded yet."""
-    kinds = recomputed_modules(model, plan, options.wrap_policy, starts)
+    kinds = recomputed_modules(model, plan, options.units, starts)
     if not plan.recompute_budget_bytes and not (plan.arenas and kinds):
-        hosted = on_host(model, plan, options.wrap_policy, kinds, starts)
+        hosted = on_host(model, plan, options.units, kinds, starts)
         return Recomputation(kinds, hosted=hosted, everything=plan.activations is not None)
     plain = meta_pass.template(model)
 

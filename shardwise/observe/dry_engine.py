@@ -152,7 +152,7 @@ class DryRun:
         self.exact = not real and not any(p.is_meta for p in model.parameters())
         self.mode = ToMeta(read=None if real else self._read)
         world = replace(world_of(rank, plan.size, _CPU, FakeLinks()), dry=True, meta=not real)
-        options = replace(options, loss=self._objective, init_fn=None if real else lambda *_: None)
+        options = replace(options, loss=self._objective, fill=None if real else lambda *_: None)
         made = value_copy(model) if real else _with_buffers(meta_copy(model))
         sizes = {name: p.numel() for name, p in made.named_parameters()}
         with torch.random.fork_rng(devices=[]), self.mode:

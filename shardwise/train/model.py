@@ -145,7 +145,7 @@ def _build_engine(prepared: PreparedRun, world: World) -> Engine:
     options = replace(
         _options(prepared, world.device),
         tokens=gpt.tokens,
-        init_fn=prepared.sizes.fill(train.seed),
+        fill=prepared.sizes.fill(train.seed),
         offload_folder=prepared.config.offload.folder,
     )
     return build_engine(model, prepared.plan, world, options)

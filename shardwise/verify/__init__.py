@@ -31,7 +31,7 @@ class Verify(ModuleType):
         loss: "Callable[[nn.Module, Any], Tensor] | None" = None,
         tokens: Callable[[Any], float] | None = None,
         steps: int = 3,
-        wrap_policy: str | int = "auto",
+        units: str | int = "auto",
         table: "Table | Mapping[str, str] | None" = None,
         device: str | None = None,
     ) -> "Report":
@@ -46,7 +46,7 @@ class Verify(ModuleType):
                    returns its loss, as in sw.parallelize
         tokens     tokens(batch) counts the tokens; without it every row has the same weight
         steps      how many steps are compared
-        wrap_policy  as in sw.parallelize; and `table`
+        units      as in sw.parallelize; and `table`
         device     "cpu" (the default) or "cuda", with a GPU for each rank
 
         Raises InputError for a plan or model that cannot run, RankError if a rank fails.
@@ -58,7 +58,7 @@ class Verify(ModuleType):
 
         model = model_of(build, batch, loss, tokens)
         choice("device", device or "cpu", ("cpu", "cuda"))
-        options, fork = Options(wrap_policy, table), can_fork(device or "cpu")
+        options, fork = Options(units, table), can_fork(device or "cpu")
         return verify(plan, model, steps, options, device=device, fork=fork)
 
 

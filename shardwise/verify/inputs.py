@@ -29,7 +29,7 @@ class Options:
     unless the plan has a bucket. `kernels`: the device's. `batches` selects another set.
     """
 
-    wrap_policy: Rule = "auto"
+    units: Rule = "auto"
     table: Table | Mapping[str, str] | None = None
     kernels: Kernels = "cpu"
     batches: int = 0

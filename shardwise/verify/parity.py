@@ -167,7 +167,7 @@ def build_options(
         optimizer=spec_of(plan, trainable.plain() if model is None else model),
         loss=trainable.loss,
         tokens=trainable.tokens,
-        wrap_policy=options.wrap_policy,
+        units=options.units,
         least_unit_bytes=0 if plan.bucket_bytes == BUCKET_BYTES else None,
         table=options.table,
         kernels=options.kernels,

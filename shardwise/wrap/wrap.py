@@ -99,7 +99,7 @@ def DDP(  # noqa: N802
 def FSDP(  # noqa: N802
     module: nn.Module,
     sharding_strategy: Any = "FULL_SHARD",
-    wrap_policy: Rule = "auto",
+    units: Rule = "auto",
     world: World | None = None,
     shard_size: int | None = None,
     cpu_offload: Any = False,
@@ -111,8 +111,8 @@ def FSDP(  # noqa: N802
 
     sharding_strategy: "FULL_SHARD" (zero3), "SHARD_GRAD_OP" (zero2), "NO_SHARD" (ddp), or
     "HYBRID_SHARD" with groups of `shard_size` ranks.  torch's enum is accepted too.
-    wrap_policy: what is gathered together: "auto" (the repeated block), a class or several, a
-    pattern of module names, a size in bytes, or f(name, module) -> bool.
+    units: what is gathered together: "auto" (the repeated block), a class or several, a pattern of
+    module names, a size in bytes, or f(name, module) -> bool.
     cpu_offload: True, or torch's CPUOffload(offload_params=True): shards of parameters and
     gradients rest in host memory, where the optimizer updates them; a unit is on the device while
     it is used.
@@ -127,7 +127,7 @@ def FSDP(  # noqa: N802
     """
     validate.model(module, "sw.FSDP")
     no_wrapper(module)
-    layable(module, wrap_policy)
+    layable(module, units)
     name = getattr(sharding_strategy, "name", sharding_strategy)
     choice("sharding_strategy", name, STRATEGIES)
     row = ROWS[STRATEGIES[name]]
@@ -141,13 +141,13 @@ def FSDP(  # noqa: N802
     world = validate.leased_world(world)
     inner = _shard_size(name, shard_size, world.size)
     validate.no_max_norm(module, world.size)
-    asked = {"the strategy": name, "shard_size": inner, "wrap_policy": wrap_policy}
+    asked = {"the strategy": name, "shard_size": inner, "units": units}
     asked |= {"cpu_offload": row.param_tier, "precision": precision}
     asked |= {"broadcast_buffers": broadcast_buffers}
     consistency.require_same(world, {"the module": module} | asked)
     world = world.on(Mesh((("dp_replicate", world.size // inner), ("dp_shard", inner))))
     axes = world.axis("dp_shard"), world.axis("dp_replicate")
-    how = Sharding(row, *axes, wrap_policy, broadcast_buffers=broadcast_buffers)
+    how = Sharding(row, *axes, units, broadcast_buffers=broadcast_buffers)
     return _wrap(module, how, world, precision)
 
 

@@ -123,7 +123,7 @@ def losses(world: World, name: str, folder: str, plan: str) -> list[float]:
     with torch.device("meta"):
         model = hf.find(folder).make()
     counts = {"loss": found.loss, "tokens": found.tokens}
-    engine = sw.parallelize(model, plan, world, optimizer=SGD, init_fn=fill, **counts)
+    engine = sw.parallelize(model, plan, world, optimizer=SGD, fill=fill, **counts)
     rows = found.batch(4, 1)
     part = {k: v.chunk(engine.data_ranks)[engine.data_rank] for k, v in rows.items()}
     return [engine.step(part).loss for _ in range(2)]

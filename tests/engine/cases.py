@@ -151,7 +151,7 @@ def build(world: World, task: Task, case: Case) -> Engine:
         loss=task.loss,
         tokens=task.tokens,
         clip=case.clip,
-        wrap_policy=case.units,
+        units=case.units,
         prefetch=case.prefetch,
         offload_folder=tempfile.gettempdir(),
     )
@@ -164,7 +164,7 @@ def options_of(task: Task, case: Case, kernels: Kernels = "cpu") -> EngineOption
         loss=task.loss,
         tokens=task.tokens,
         clip=case.clip,
-        wrap_policy=case.units,
+        units=case.units,
         kernels=kernels,
     )
 

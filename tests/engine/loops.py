@@ -67,9 +67,7 @@ def wrap(how: str, model: nn.Module, world: World) -> nn.Module:
         return sw.Pipe(model, 1, world=world)
     strategy, _, offload = how.partition(" ")
     options: dict[str, Any] = {"shard_size": 2 if "HYBRID" in how else None}
-    return sw.FSDP(
-        model, strategy, wrap_policy=1, world=world, cpu_offload=bool(offload), **options
-    )
+    return sw.FSDP(model, strategy, units=1, world=world, cpu_offload=bool(offload), **options)
 
 
 def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:

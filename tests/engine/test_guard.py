@@ -58,7 +58,7 @@ def engine_of(world: World, plan: str, rank: int, kind: str, **options: Any) -> 
     def loss(module: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return regression(module, batch) * (float("nan") if kind == "loss" and now() else 1.0)
 
-    options = {"optimizer": sw.AdamW(lr=0.01), "wrap_policy": 1} | options
+    options = {"optimizer": sw.AdamW(lr=0.01), "units": 1} | options
     options |= {"table": TABLE} if "tp" in plan else {}
     engines.append(sw.parallelize(model, plan, world, loss=loss, **options))
     hurt = dict(engines[0].model.named_parameters()).get(HURT)  # which one stage has
@@ -168,7 +168,7 @@ def skips(world: World, plan: str, kind: str) -> list[tuple[bool, bool]]:
     """Whether each of four steps was skipped and left the weights, bytes being as predicted."""
     rank = 1 if kind == "loss" else 0  # of two stages the last has the loss, the first HURT
     engine = engine_of(world, plan, rank, kind, on_nonfinite="skip")
-    options = EngineOptions(loss=regression, wrap_policy=1)
+    options = EngineOptions(loss=regression, units=1)
     dry, found = DryTwin(deep(), engine.plan, options, world.rank), []
     for step in range(4):
         before = state_of(engine) if step else []

@@ -260,7 +260,7 @@ def wrapped(world: World, how: str, module: nn.Module) -> nn.Module:
         return sw.Pipe(module, 2, world=world)
     if how == "DDP":
         return sw.DDP(module, world)
-    return sw.FSDP(module, how, wrap_policy=Block, world=world)
+    return sw.FSDP(module, how, units=Block, world=world)
 
 
 def compiled(world: World, how: str, when: str, backend: str) -> tuple[dict[str, Tensor], Any]:

@@ -24,8 +24,8 @@ def born_pieces(world: World, plan: str, own: bool, shape: str) -> list[Box]:
     """The weights of a GPT on meta, made by a fill or by its own modules; it takes a step."""
     with torch.device("meta"):
         model = gpt.GPT(SHAPES[shape])
-    named: dict[str, Any] = {"loss": gpt.loss, "tokens": gpt.tokens, "wrap_policy": 1}
-    named |= {"seed": 5} if own else {"init_fn": partial(initial, seed=5)}
+    named: dict[str, Any] = {"loss": gpt.loss, "tokens": gpt.tokens, "units": 1}
+    named |= {"seed": 5} if own else {"fill": partial(initial, seed=5)}
     engine = sw.parallelize(model, plan, world, **named)
     found = pieces(engine.boxes(), "model/")
     engine.step(mine(engine, text(0, rows=8)))
@@ -85,10 +85,10 @@ def odd_ones(world: World, how: str, folder: str) -> dict[str, Tensor]:
     weight = model.get_parameter("first.weight")
     weight.register_hook(lambda grad: seen.append(tuple(grad.shape)))
     if how == "FSDP":
-        sw.FSDP(model, wrap_policy=1, world=world)(torch.ones(2, 6)).sum().backward()
+        sw.FSDP(model, units=1, world=world)(torch.ones(2, 6)).sum().backward()
         state = sw.full_state_dict(model)
     else:
-        named: dict[str, Any] = {"wrap_policy": 1, "least_unit_bytes": 0}
+        named: dict[str, Any] = {"units": 1, "least_unit_bytes": 0}
         engine = sw.parallelize(model, how, world, optimizer=sw.AdamW(), loss=squares, **named)
         engine.step(torch.ones(4, 6))
         sw.save(engine, folder)
@@ -183,7 +183,7 @@ def test_a_model_is_built_one_unit_at_a_time(
         tensor.fill_(len(name))
 
     plan = f"dp8 {row} fp32 buffers:8KiB"
-    engine = sw.parallelize(model, plan, traced(3, 8), init_fn=watched, wrap_policy=Block)
+    engine = sw.parallelize(model, plan, traced(3, 8), fill=watched, units=Block)
     assert len(engine.flats) == 16
     bound = whole_bytes / 8 + 1.2 * unit_bytes
     assert (peak[0] <= bound) == (row == "zero3")
@@ -217,9 +217,9 @@ def test_what_nothing_sets_is_refused():
     """It would be zero without a word; a buffer beside one on meta keeps its value."""
     with pytest.raises(InputError, match=r"the buffer ramp on the meta device.*reset_buffers"):
         sw.parallelize(ramp(reset=False), "fp32", alone())
-    with pytest.raises(InputError, match=r"token .* its Ramp initialises.*init_fn="):
+    with pytest.raises(InputError, match=r"token .* its Ramp initialises.*fill="):
         sw.parallelize(ramp(reset=True), "fp32", alone())
     fill: Any = lambda _, tensor: tensor.fill_(2.0)  # noqa: E731
-    model = sw.parallelize(ramp(reset=True), "fp32", alone(), init_fn=fill).model
+    model = sw.parallelize(ramp(reset=True), "fp32", alone(), fill=fill).model
     found = {name: x.tolist() for name, x in (*model.named_buffers(), *model.named_parameters())}
     assert found == {"kept": [7.0] * 3, "ramp": [0.0, 1.0, 2.0, 3.0], "token": [2.0] * 4}

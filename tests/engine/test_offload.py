@@ -180,7 +180,7 @@ def test_weights_go_to_the_device_unit_by_unit(plan: str, monkeypatch: pytest.Mo
 
 def resting(world: World, asked: Any) -> tuple[set[str], int, set[str]]:
     """After a backward pass: the tiers of shards and gradients, whole bytes, copies so far."""
-    model = sw.FSDP(make("stack").double(), world=world, wrap_policy=1, cpu_offload=asked)
+    model = sw.FSDP(make("stack").double(), world=world, units=1, cpu_offload=asked)
     flats = flats_of(data_of(model).units.order)
     model(rows(0, world.rank)).square().mean().backward()
     held = [x.detach() for p in model.parameters() for x in (p, p.grad) if x is not None]
@@ -374,7 +374,7 @@ def test_a_disk_that_fails(tmp_path: Path, plan: str):
 @cache
 def unbounded(plan: Plan, rank: int) -> Prediction:
     rows = share(TASK.batch(0), 0, plan.completed(None).data_size)
-    return predict(TASK.make(), plan, rows, rank=rank, loss=TASK.loss, wrap_policy=1)
+    return predict(TASK.make(), plan, rows, rank=rank, loss=TASK.loss, units=1)
 
 
 def predicted(plan: Plan, rank: int = 0) -> Prediction:

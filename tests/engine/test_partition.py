@@ -298,7 +298,7 @@ def test_blocks_by_any_rule(rule: Any):
 
 
 def test_sizes_of_units():
-    """A policy of bytes joins neighbours while they fit; below `least` a unit joins another."""
+    """units=BYTES joins neighbours while they fit; below `least` a unit joins its neighbour."""
     layers = [nn.Linear(4, 4, bias=False) for _ in range(5)]
     specs = choose(nn.Sequential(*layers, nn.Linear(4, 40)), 128)
     assert [spec.stored_bytes for spec in specs] == [128, 128, 64, 800]
@@ -315,7 +315,7 @@ BAD: list[tuple[Any, str]] = [
     *((size, "positive number of bytes") for size in (0, -5)),
     *((rule, "a class, a pattern, a size or a function") for rule in (1.5, None, True, (1, 2))),
     (lambda _: True, "too many positional arguments"),
-    (lambda: True, "wrap_policy=<lambda>, which fails"),
+    (lambda: True, "units=<lambda>, which fails"),
     (lambda *_: None, "returns None for the module embed"),
     (lambda name, _: name, r"returns 'embed'.*True or False"),
 ]

@@ -329,7 +329,7 @@ def on_rank(world: World, name: str, how: str) -> Any:
     loop, make_plain, _ = PROGRAMS[name]
     in_units = name.startswith("gives")
     plain = make_plain()
-    model = sw.FSDP(plain, wrap_policy=Block, world=world) if in_units else wrap(how, plain, world)
+    model = sw.FSDP(plain, units=Block, world=world) if in_units else wrap(how, plain, world)
     side = Side(model, [world.rank], world.size, True)
     loop(side)
     data = driver_of(model)
@@ -387,7 +387,7 @@ LOSSES: dict[str, tuple[LossOf, Make, tuple[str, ...]]] = {
 def trained(world: World, name: str, plan: str, inside: bool) -> tuple[list[float], Any]:
     """Three steps and evaluations, in inference mode or outside of it."""
     loss, model = LOSSES[name][0], LOSSES[name][1]()
-    options: dict[str, Any] = {"wrap_policy": Block} if "Block" in str(model) else {}
+    options: dict[str, Any] = {"units": Block} if "Block" in str(model) else {}
     options |= {"optimizer": sw.SGD(lr=0.1), "least_unit_bytes": 0}
     with torch.inference_mode(inside):
         engine = sw.parallelize(model, f"{plan} fp64", world, loss=loss, **options)

@@ -198,7 +198,7 @@ def messages(world: World, how: str) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
         if how == "start":
             patch.setattr(rank_zero_weights, "broadcast", send)
-        module = sw.FSDP(start, wrap_policy=1, world=world)
+        module = sw.FSDP(start, units=1, world=world)
         patch.setattr(full, "receive", receive)
         if how != "start":
             full.full_state_dict(module)

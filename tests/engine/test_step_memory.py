@@ -88,7 +88,7 @@ Both = tuple[list[Event], tuple[Event, ...]]
 
 def both(world: World, plan: str, name: str, options: dict[str, Any]) -> Both:
     task = TASKS[name]()
-    options = {"wrap_policy": "auto", "least_unit_bytes": 0, "clip": 1.0} | options
+    options = {"units": "auto", "least_unit_bytes": 0, "clip": 1.0} | options
     named: dict[str, Any] = {"loss": task.loss, "optimizer": sw.AdamW(lr=1e-3), **options}
     engine = sw.parallelize(task.make(), plan, world, tokens=task.tokens, **named)
     batches = [share(task.batch(s), engine.data_rank, engine.data_ranks) for s in range(3)]
@@ -122,8 +122,8 @@ PIPELINES = [
     *("pp2 dp2 zero3 recompute:full 1f1b:2 offload:param", "pp2 1f1b:4 activations:host"),
 ]
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
-    *(("tied", {}), ("frozen", {}), ("stack", {"wrap_policy": 1}), ("gpt", {"prefetch": 0})),
-    ("gpt", {"prefetch": 3, "wrap_policy": 1, "clip": None, "least_unit_bytes": None}),
+    *(("tied", {}), ("frozen", {}), ("stack", {"units": 1}), ("gpt", {"prefetch": 0})),
+    ("gpt", {"prefetch": 3, "units": 1, "clip": None, "least_unit_bytes": None}),
 ]
 EVENTS = [
     *((plan, "gpt", {}) for plan in PLANS),

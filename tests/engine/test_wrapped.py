@@ -171,9 +171,7 @@ def test_a_world_of_one_is_the_plain_module_and_free(how: str, monkeypatch: pyte
 
 
 def buckets(world: World, units: Any) -> int:
-    return len(
-        data_of(sw.FSDP(make("stack"), "NO_SHARD", wrap_policy=units, world=world)).units.order
-    )
+    return len(data_of(sw.FSDP(make("stack"), "NO_SHARD", units=units, world=world)).units.order)
 
 
 def test_units_are_the_buckets_of_a_strategy_that_shards_nothing():

@@ -54,9 +54,7 @@ def part_first() -> nn.Module:
 
 
 def part_later() -> nn.Module:
-    return sw.FSDP(
-        nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), wrap_policy=nn.Linear, world=alone()
-    )
+    return sw.FSDP(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), units=nn.Linear, world=alone())
 
 
 #: Calls, and the pattern of their paragraph.

@@ -90,9 +90,9 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     *(({"clip": bad}, f"clip={bad}.*None for no bound") for bad in (0, -1.0, float("nan"), True)),
     ({"seed": "x"}, "seed='x'.*whole number from 0 to"),
     ({"prefetch": -1}, "prefetch=-1"),
-    ({"init_fn": 3}, "init_fn=3.*a function of name and tensor"),
-    ({"init_fn": lambda t: t}, "init_fn=<lambda>, which cannot be called like this"),
-    ({"init_fn": lambda _, t: t.zero_()}, r'init_fn= for a .* whose weights exist.*\("meta"\)'),
+    ({"fill": 3}, "fill=3.*a function of name and tensor"),
+    ({"fill": lambda t: t}, "fill=<lambda>, which cannot be called like this"),
+    ({"fill": lambda _, t: t.zero_()}, r'fill= for a .* whose weights exist.*\("meta"\)'),
     ({"seed": 3}, "seed=3 for a .* whose weights exist"),
 ]
 #: Calls with a model, which stays as it is.
@@ -108,7 +108,7 @@ MODELS: list[tuple[Callable[[nn.Module], Any], str]] = [
     (lambda m: sw.FSDP(m, world=2), r"world=2"),
     (lambda m: sw.DDP(m, alone(), 0), "bucket_bytes=0"),
     (lambda m: sw.FSDP(m, ["FULL_SHARD"]), "sharding_strategy="),
-    (lambda m: sw.FSDP(m, wrap_policy=1.5), "wrap_policy=1.5"),
+    (lambda m: sw.FSDP(m, units=1.5), "units=1.5"),
     (lambda m: sw.FSDP(m, shard_size="2"), "shard_size='2'"),
     (lambda m: given(optimizer=torch.optim.SGD(m.parameters()))(m), r"optim\.SGD'.*sw\.Optim"),
     (lambda m: given()(m.requires_grad_(False)), "all frozen"),
@@ -269,7 +269,7 @@ def wrapped_step(wrap: Any) -> None:
 def on_meta(fill: Callable[[str, Tensor], Any]) -> sw.Engine:
     with torch.device("meta"):
         model = nn.Linear(6, 6)
-    return sw.parallelize(model, "fp64", alone(), loss=regression, init_fn=fill)
+    return sw.parallelize(model, "fp64", alone(), loss=regression, fill=fill)
 
 
 def stepped(loss: Any = regression, batch: Any = None, **options: Any) -> Any:

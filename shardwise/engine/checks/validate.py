@@ -280,10 +280,10 @@ def fill(
     """Wrap `fill` so that it must write in place.  Raises InputError like `loss`."""
     if value is None:
         return None
-    example = "init_fn=lambda name, tensor: tensor.normal_(0, 0.02)"
+    example = "fill=lambda name, tensor: tensor.normal_(0, 0.02)"
     if seed:
-        raise bad(f"seed={seed} with init_fn=, which writes all weights", "one of both", example)
-    function("init_fn", value, ("name", "tensor"), example)
+        raise bad(f"seed={seed} with fill=, which writes all weights", "one of both", example)
+    function("fill", value, ("name", "tensor"), example)
     return _in_place(value, example)
 
 
@@ -291,10 +291,10 @@ def fill_used(fill: Any, seed: int, model: nn.Module, missing: Sequence[str]) ->
     """Raise InputError for a fill or a seed if no weight is on the meta device of any rank."""
     if missing or (fill is None and not seed) or any(p.is_meta for p in model.parameters()):
         return
-    given = "init_fn=" if fill is not None else f"seed={seed}"
+    given = "fill=" if fill is not None else f"seed={seed}"
     raise bad(
         f"{given} for a {type(model).__name__} whose weights exist, so that none are written",
-        "init_fn= or seed= for a model on the meta device",
+        "fill= or seed= for a model on the meta device",
         'with torch.device("meta"): model = Model()',
     )
 

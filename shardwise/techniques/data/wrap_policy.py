@@ -7,7 +7,7 @@ most parameters), and each module that owns parameters outside of them is a unit
 neighbours are merged. A parameter shared between units moves to one unit, used by the smallest
 module that holds all its users.
 
-`wrap_policy=` takes another rule: a class (or several), a pattern of module names
+`units=` takes another rule: a class (or several), a pattern of module names
 ("encoder.layers.*"), a size in bytes, or a function `(name, module) -> bool` that says where a unit
 begins.
 """
@@ -87,7 +87,7 @@ def _tops(root: nn.Module, rule: Rule) -> dict[str, nn.Module]:
     """The modules at which a unit begins, outermost only; none for a size."""
     if isinstance(rule, int):
         if rule <= 0:
-            raise bad(f"wrap_policy={rule}", "a positive number of bytes", "wrap_policy=2**24")
+            raise bad(f"units={rule}", "a positive number of bytes", "units=2**24")
         return {}
     fits = _fits(root, rule)
     found: dict[str, nn.Module] = {}
@@ -98,9 +98,9 @@ def _tops(root: nn.Module, rule: Rule) -> dict[str, nn.Module]:
     if not found and rule != "auto":
         names = [name for name, module in root.named_modules() if name and runs(module)][:6]
         raise bad(
-            f"wrap_policy={_shown(rule)}, which matches no module that {type(root).__name__} calls",
+            f"units={_shown(rule)}, which matches no module that {type(root).__name__} calls",
             f"a class or pattern of its modules: {', '.join(names)}, ...",
-            'wrap_policy="auto"',
+            'units="auto"',
         )
     return found
 
@@ -120,7 +120,7 @@ def _fits(root: nn.Module, rule: Rule) -> Callable[[str, nn.Module], bool]:
     return _asked(rule)
 
 
-_INSTEAD = 'wrap_policy="auto", or wrap_policy=lambda name, module: name.startswith("blocks.")'
+_INSTEAD = 'units="auto", or units=lambda name, module: name.startswith("blocks.")'
 
 
 def _asked(rule: Callable[[str, nn.Module], bool]) -> Callable[[str, nn.Module], bool]:
@@ -129,20 +129,20 @@ def _asked(rule: Callable[[str, nn.Module], bool]) -> Callable[[str, nn.Module],
     try:
         inspect.signature(getattr(rule, "forward", rule)).bind("name", "module")
     except TypeError as error:
-        raise bad(f"wrap_policy={_shown(rule)}, which fails ({error})", allowed, _INSTEAD) from None
+        raise bad(f"units={_shown(rule)}, which fails ({error})", allowed, _INSTEAD) from None
 
     def answer(name: str, module: nn.Module) -> bool:
         found = rule(name, module)
         if not isinstance(found, bool):
             what = f"which returns {_shown(found)} for the module {name}"
-            raise bad(f"wrap_policy={_shown(rule)}, {what}", allowed, _INSTEAD)
+            raise bad(f"units={_shown(rule)}, {what}", allowed, _INSTEAD)
         return found
 
     return answer
 
 
 def _no_rule(rule: object) -> InputError:
-    return bad(f"wrap_policy={_shown(rule)}", "a class, a pattern, a size or a function", _INSTEAD)
+    return bad(f"units={_shown(rule)}", "a class, a pattern, a size or a function", _INSTEAD)
 
 
 def _shown(value: object) -> str:

@@ -101,8 +101,8 @@ def require_units(units: Mapping[str, Sequence[str]], plan: Plan) -> None:
             raise bad(
                 f"the plan '{plan}', in which {first} and {second} have different plans, and are "
                 f"in one unit, {unit or 'the model'}, which has parameters of its own",
-                "layers that are units, or lie in blocks: wrap_policy= chooses the blocks",
-                "wrap_policy=LayerClass, or one plan for both",
+                "layers that are units, or lie in blocks: units= chooses the blocks",
+                "units=LayerClass, or one plan for both",
             )
 
 
