@@ -94,7 +94,7 @@ class Proof:
 
     @property
     def own(self) -> bool:
-        """Whether its steps are not those of other plans of its model, or not alike."""
+        """Whether its steps differ from those of other plans of its model, or from each other."""
         offload = self.plan.offloaded
         delayed = offload is not None and offload.undelayed is not None
         return self.kind.startswith("mixture") or is_asynchronous(self.plan) or delayed

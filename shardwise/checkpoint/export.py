@@ -60,7 +60,8 @@ PEFT: Final = "base_model.model."
 ADAPTERS, ADAPTERS_CONFIG = "adapter_model{suffix}.safetensors", "adapter_config.json"
 #: The files that an export writes.
 FILES: Final = (
-    *("*model*.safetensors", INDEX, CONFIG, ADAPTERS_CONFIG, GENERATION),
+    *("model*.safetensors", "adapter_model*.safetensors", INDEX),
+    *(CONFIG, ADAPTERS_CONFIG, GENERATION),
     *TOKENIZER_FILES,
 )
 

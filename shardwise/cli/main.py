@@ -211,11 +211,8 @@ def train(
 ) -> None:
     """Train a model; also under torchrun and Slurm."""
     if not os.path.exists(config):  # noqa: PTH110 (a name may be too long); torch is not imported
-        raise bad(
-            f"the configuration {config}, a file that does not exist",
-            "a TOML file",
-            EXAMPLES["train"],
-        )
+        given = f"the configuration {config}, a file that does not exist"
+        raise bad(given, "a TOML file", EXAMPLES["train"])
     overrides = [*(set_ or ()), *([] if plan is None else [f"plan.text={plan}"])]
     overrides += [] if model is None else [f"model.name={model}"]
     overrides += [] if table is None else [f"plan.table={table.resolve()}"]

@@ -106,35 +106,11 @@ class GPTConfig:
 
 SIZES: Final[dict[str, GPTConfig]] = {
     # little computation: shows the overhead of a framework
-    "tiny": GPTConfig(
-        vocabulary=1024,
-        layers=4,
-        hidden_size=128,
-        heads=4,
-        kv_heads=4,
-        intermediate_size=352,
-        sequence=64,
-    ),
+    "tiny": GPTConfig(1024, 4, 128, heads=4, kv_heads=4, intermediate_size=352, sequence=64),
     # 33M parameters: computation and communication take about the same time on a CPU core
-    "small": GPTConfig(
-        vocabulary=8192,
-        layers=8,
-        hidden_size=512,
-        heads=8,
-        kv_heads=8,
-        intermediate_size=1344,
-        sequence=128,
-    ),
+    "small": GPTConfig(8192, 8, 512, heads=8, kv_heads=8, intermediate_size=1344, sequence=128),
     # bytes of text on a laptop, in minutes
-    "quickstart": GPTConfig(
-        vocabulary=256,
-        layers=4,
-        hidden_size=256,
-        heads=4,
-        kv_heads=2,
-        intermediate_size=704,
-        sequence=256,
-    ),
+    "quickstart": GPTConfig(256, 4, 256, heads=4, kv_heads=2, intermediate_size=704, sequence=256),
 }
 
 

@@ -195,7 +195,7 @@ def test_the_commands(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixtur
         ("export run", "Missing option '--to'.* instead: shardwise checkpoint export"),
         ("import there", "Missing option '--to'.* instead: shardwise checkpoint import"),
         ("export run --to there", "the folder '.*there', which exists"),
-        ("export run --to there --overwrite", r"which has other files \(mine"),
+        ("export run --to there --overwrite", r"which has other files \(my_model"),
         ("export run --to . --overwrite", r"which exists\. Allowed: a new folder.*--to /"),
         ("export run --to / --overwrite", r"which exists\. Allowed: a new folder.*--to /"),
         ("export run --to run/latest/x", "which cannot be written"),
@@ -221,7 +221,7 @@ def test_bad_input_is_one_paragraph(
     Path("run").symlink_to(saved[0])
     for name in ("there", "broken", "index", "wrong"):
         Path(name).mkdir()
-    Path("there/mine").touch()
+    Path("there/my_model.safetensors").touch()
     Path("broken/model.safetensors").write_bytes(b"nothing")
     index = {"weight_map": {"w": "a.safetensors"}}
     Path("index/model.safetensors.index.json").write_text(json.dumps(index))

@@ -36,7 +36,8 @@ def as_before(
     functions: Iterable[Any], *models: nn.Module, seed: int | None = None
 ) -> Iterator[None]:
     """Restore at the end what `functions` and the forwards of `models` hold. Attributes of the
-    models stay as they are: the calls run on copies. With `seed`, Python and NumPy are seeded.
+    models are not restored, since the calls run on copies. `seed` seeds Python's and NumPy's
+    generators.
     """
     with ExitStack() as stack:
         modules = [module for model in models for module in model.modules()]
@@ -110,7 +111,7 @@ class _Held:
                     self.note(cell.cell_contents)
             for path, value in read_by(x, owner).items():
                 of, _, name = path.rpartition(".")
-                # not a default or a closed-over variable of the name of a global
+                # a default or a closed-over variable may have the name of a global
                 if not of and name in x.__globals__ and x.__globals__[name] is value:
                     self.stack.callback(x.__globals__.__setitem__, name, value)
                 self.note(value)
