@@ -18,12 +18,10 @@ import pytest
 
 from shardwise.comm.start.rendezvous import LAUNCHER
 
-#: Of the judge of the suite (tests/mutants.py).
-JUDGED = {"SHARDWISE_TESTS_MUTATION", "SHARDWISE_TESTS_RECORD"}
 #: What the process that forks has imported; this file among it, so that it knows that process's
 #: environment. The judge's plugin comes first: it changes what is imported.
 IMPORTED = (
-    *(["tests.mutated"] if JUDGED & set(os.environ) else []),
+    *(["tests.mutated"] if "SHARDWISE_TESTS_MUTATION" in os.environ else []),
     *("torch._dynamo", "shardwise.verify.command", "shardwise.train.prepare"),
     *("shardwise.train.loop", "tests.pool", "tests.forks", "tests.programs"),
     *("torch.distributed.run", "matplotlib.backends.backend_svg"),

@@ -17,15 +17,14 @@ out, and the first two arguments of functions that do not tell them apart.
 import ast
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from zlib import crc32
 
 PACKAGE = Path(__file__).parents[1] / "shardwise"
-#: Environment variables: a fault of this process, and where it writes what tests call.
-VARIABLE, RECORD = "SHARDWISE_TESTS_MUTATION", "SHARDWISE_TESTS_RECORD"
+#: The environment variable that names the fault of a process.
+VARIABLE = "SHARDWISE_TESTS_MUTATION"
 SEED = 49
 #: How many are drawn of each folder.
 DRAWN = {
@@ -186,46 +185,18 @@ def with_fault(file: Path, name: str) -> ast.Module:
     return ast.fix_missing_locations(tree)
 
 
-# --- which functions are called ---------------------------------------------------------------
-
-FLAGS = 2**20
-
-
-def number(function: str) -> int:
-    """The flag of a function, `engine/batch.py:filled`."""
-    return crc32(function.encode()) % FLAGS
-
-
-def function_of(name: str) -> str:
-    """The function that a fault is in."""
-    return name.partition(" | ")[0]
-
-
-def watched(file: Path) -> ast.Module:
-    """The tree of a file whose functions raise their flags in `__called__`, a builtin."""
-    path, tree, _ = read(file)
-    for function, node in functions(tree):
-        note = ast.parse(f"__called__[{number(f'{path}:{function}')}] = 1").body[0]
-        first = 1 if ast.get_docstring(node) is not None else 0
-        where = node.body[0]
-        node.body.insert(first, ast.copy_location(note, where))
-        for part in ast.walk(note):
-            ast.copy_location(part, where)
-    return tree
-
-
 # --- the draw ---------------------------------------------------------------------------------
 
 
-def draw(called: Collection[int], kept: Collection[str] = ()) -> list[str]:
-    """The names of the drawn faults, of functions with these flags; those kept first. A function is
-    drawn, then one of the rules that hold in it, then a place.
+def draw(kept: Collection[str] = ()) -> list[str]:
+    """The names of the drawn faults, those kept first. A function is drawn, then one of the rules
+    that hold in it, then a place.
     """
     drawn = list[str]()
     for folder, count in DRAWN.items():
         rng = random.Random(f"{SEED} {folder}")
         found = [name for name in kept if name.startswith(f"{folder}/") and _stands(name)]
-        candidates = _by_function(folder, lambda function: number(function) in called)
+        candidates = _by_function(folder)
         while len(found) < count and candidates:
             by_rule = candidates.pop(rng.randrange(len(candidates)))
             name = rng.choice(by_rule[rng.choice(sorted(by_rule))])
@@ -240,12 +211,11 @@ def _stands(name: str) -> bool:
     return file.exists() and any(site.name == name for site in sites(*read(file)))
 
 
-def _by_function(folder: str, wanted: Callable[[str], bool]) -> list[dict[str, list[str]]]:
+def _by_function(folder: str) -> list[dict[str, list[str]]]:
     """The names of the faults of each function of a folder, by their rules."""
     found = defaultdict[str, defaultdict[str, list[str]]](lambda: defaultdict(list))
     for file in sorted((PACKAGE / folder).rglob("*.py")):
         for site in sites(*read(file)):
             function, rule, _ = site.name.split(" | ", 2)
-            if wanted(function):
-                found[function][rule.split()[0]].append(site.name)
+            found[function][rule.split()[0]].append(site.name)
     return [dict(rules) for rules in found.values()]
