@@ -17,7 +17,7 @@ from shardwise.core.errors import bad
 from shardwise.core.schedule import draw
 from shardwise.core.schedule.clock import ActionCosts, Timeline, clock
 from shardwise.core.schedule.library import Entry, Size, entry, size, written
-from shardwise.core.schedule.lower import lower, peaks, versions
+from shardwise.core.schedule.lower import peaks, versions
 from shardwise.core.schedule.schedule import Schedule
 
 
@@ -49,7 +49,7 @@ def schedule_command(
         name, stages = _of_run(config, name, stages, microbatches, chunks)
     subject = _subject(name, 4 if stages is None else stages, microbatches, chunks, batches)
     times = read_costs(costs, len(subject.schedule.home))
-    timeline = clock(lower(subject.schedule, gather=bool(times.GATHER)), times)
+    timeline = clock(subject.schedule, times)
     if not timeline.makespan:
         given = f"the costs '{costs}', by which no action takes any time"
         raise bad(given, "a time above 0 for an action of the schedule", "--costs F=1,I=1,W=1")

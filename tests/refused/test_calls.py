@@ -21,8 +21,6 @@ from shardwise.core.errors import InputError
 from shardwise.core.layouts.layout import P, Placement, R, S
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan.plan import Plan
-from shardwise.core.schedule.library import build
-from shardwise.core.schedule.lower import lower
 from shardwise.core.zero import Row
 from shardwise.models import gpt, moe
 from shardwise.models.registry import find
@@ -91,7 +89,6 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
         (lambda: Row(R, S(1), S(0)), "sharded on dim 1"),
     ],
     "schedules": [
-        (lambda: lower(build("pipedream:4", 2), gather=True), "update at the end"),
         (
             lambda: engine_of("pp2 1f1b:4", sw.FSDP(nn.Linear(2, 2), world=alone())),
             r"wrapped already.*wrap the outermost",

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwise.core.errors import InputError, bad
+from shardwise.core.errors import bad
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.schedule import (
     Action,
@@ -37,12 +37,11 @@ class ActionCosts:
     W: Cost = 1.0
     B: Cost | None = None
     U: Cost = 0.0
-    GATHER: Cost = 0.0
     REDUCE: Cost = 0.0
     hop: float = 0.0
 
     def of(self, op: Op, stage: int) -> float:
-        cost: Cost | None = 0.0 if op == "FREE" else getattr(self, op)
+        cost: Cost | None = getattr(self, op)
         if cost is None:
             return self.of("I", stage) + self.of("W", stage)
         return cost[stage] if isinstance(cost, tuple) else cost
@@ -110,8 +109,11 @@ def simulate(schedule: Schedule) -> Iterator[tuple[int, Step]]:
             if isinstance(step, Transfer) and step.op == "SEND":
                 ready.append(step.peer)
             yield rank, step
-    if any(state.next(rank) is not None for rank in range(schedule.ranks)):
-        raise _deadlock(state)
+    waits = [(rank, step) for rank in range(schedule.ranks) if (step := state.next(rank))]
+    if waits:
+        said = ", ".join(f"rank {rank} at {step}" for rank, step in waits)
+        allowed = "rows in which no two actions wait for each other"
+        raise bad(f"a schedule that deadlocks: {said}", allowed, "each action before its use")
 
 
 class _Progress:
@@ -142,34 +144,3 @@ class _Progress:
             self.wire[step.peer, rank].popleft()
         self.here[rank].difference_update(takes(step, self.schedule))
         self.here[rank].update(makes(step, self.schedule))
-
-
-def _deadlock(state: _Progress) -> InputError:
-    schedule, ranks = state.schedule, range(state.schedule.ranks)
-    home = {t: (r, a) for r in ranks for a in schedule.actions(r) for t in makes(a, schedule)}
-    done = (step for rank, end in enumerate(state.at) for step in schedule.rows[rank][:end])
-    made = {token for step in done for token in makes(step, schedule)}
-    stuck = {rank: step for rank in ranks if (step := _stuck(state, rank)) is not None}
-    said: list[str] = []
-    for rank, step in stuck.items():
-        head = state.next(rank)
-        wanted = sorted(set(needs(step, schedule)) - made)
-        if not wanted and isinstance(head, Transfer):
-            wanted = [head.token]
-        names: list[str] = []
-        for token in wanted:
-            owner, maker = home.get(token, (rank, None))
-            where = "its own row" if owner == rank else f"rank {owner}"
-            names.append(
-                f"{token} of {maker} on {where}" if maker else f"{token}, which no action makes"
-            )
-        said.append(f"rank {rank} waits to do {step} for {' and '.join(names)}")
-    allowed = "rows in which no two actions wait for each other"
-    return bad(
-        f"a schedule that deadlocks: {'; '.join(said)}", allowed, "each action before its use"
-    )
-
-
-def _stuck(state: _Progress, rank: int) -> Step | None:
-    ahead = state.schedule.rows[rank][state.at[rank] :]
-    return next((step for step in ahead if isinstance(step, Action)), next(iter(ahead), None))

@@ -29,7 +29,6 @@ COLOURS: dict[str, tuple[str, str]] = {
     "W": ("#b07aa1", "#dcc1d6"),
     "U": ("#e45756", "#f2aeae"),
     "REDUCE": ("#888888", "#bbbbbb"),
-    "GATHER": ("#888888", "#bbbbbb"),
 }
 NAMES: dict[str, str] = {
     "F": "forward",
@@ -38,7 +37,6 @@ NAMES: dict[str, str] = {
     "W": "weight gradient",
     "U": "update",
     "REDUCE": "reduce",
-    "GATHER": "gather",
 }
 
 

@@ -1,4 +1,4 @@
-"""Lowering adds transfers, gathers and reductions to a schedule, from which its memory follows.
+"""Lowering adds transfers and reductions to a schedule, from which its memory follows.
 
     rank 0   F0.0 SEND:act0.0>1 RECV:grad1.0<1 B0.0 REDUCE:0
     rank 1   RECV:act0.0<0 F1.0 B1.0 SEND:grad1.0>0 REDUCE:1
@@ -12,9 +12,7 @@ not block, a lowered schedule deadlocks only if the schedule itself does (clock.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from heapq import heappop, heappush
-from itertools import groupby
 
-from shardwise.core.errors import bad
 from shardwise.core.schedule.schedule import (
     COMPUTE_OPS,
     Action,
@@ -30,18 +28,13 @@ from shardwise.core.schedule.schedule import (
 Channel = tuple[int, int]  # the sending and the receiving rank
 
 
-def lower(schedule: Schedule, *, gather: bool = False) -> Schedule:
+def lower(schedule: Schedule) -> Schedule:
     """Add transfers and reductions to the schedule; a lowered schedule is returned unchanged.
-    REDUCE follows a stage's last gradient; in a schedule with updates, U reduces instead. With
-    `gather` (zero3), every run of actions on one stage begins with GATHER and ends with FREE; for
-    schedules with updates, which keep full versions of the weights, that raises InputError.
+    REDUCE follows a stage's last gradient; in a schedule with updates, U reduces instead.
     """
     if schedule.lowered:
         return schedule
-    if gather and schedule.update:
-        given = "zero3 with a schedule that updates by itself, and keeps versions of the weights"
-        raise bad(given, "zero3 with schedules that update at the end", "1f1b")
-    rows = tuple(tuple(_around(schedule, rank, gather)) for rank in range(schedule.ranks))
+    rows = tuple(tuple(_reduced(schedule, rank)) for rank in range(schedule.ranks))
     whole = replace(schedule, rows=rows)
     sent = channels(whole)
     return replace(whole, rows=tuple(tuple(_row(whole, r, sent)) for r in range(whole.ranks)))
@@ -60,17 +53,13 @@ def channels(schedule: Schedule) -> dict[Channel, list[Token]]:
     return found
 
 
-def _around(schedule: Schedule, rank: int, gather: bool) -> Iterator[Action]:
+def _reduced(schedule: Schedule, rank: int) -> Iterator[Action]:
     row = list(schedule.actions(rank))
-    left = {stage: sum(a.stage == stage for a in row) for stage in schedule.stages(rank)}
-    for stage, run in groupby(row, key=lambda action: action.stage):
-        actions = list(run)
-        left[stage] -= len(actions)
-        yield from (Action("GATHER", stage),) * gather
-        yield from actions
-        yield from (Action("FREE", stage),) * gather
-        over = not schedule.update and not left[stage] and actions[-1].op != "F"
-        yield from (Action("REDUCE", stage),) * over
+    last = {action.stage: place for place, action in enumerate(row)}
+    for place, action in enumerate(row):
+        yield action
+        if last[action.stage] == place and action.op != "F" and not schedule.update:
+            yield Action("REDUCE", action.stage)
 
 
 def _row(schedule: Schedule, rank: int, sent: dict[Channel, list[Token]]) -> Iterator[Step]:

@@ -15,13 +15,12 @@ backward, the weights after max(0, i // update - lag[s]) updates.  PipeDream's w
 
     F  forward of one stage for one microbatch        U       update a stage's weights
     B  backward: I and W at once                      REDUCE  reduce a stage's gradients
-    I  gradient of the stage's input                  GATHER  gather a stage's sharded parameters
-    W  gradient of the stage's weights                FREE    free the gathered parameters
-    SEND, RECV  one tensor, to or from one other rank
+    I  gradient of the stage's input                  SEND, RECV  one tensor, to or from a rank
+    W  gradient of the stage's weights
 
 `needs` and `makes` are the only statement of dependencies: checks, transfers, the clock, memory,
 and the live tensors of the runtime all follow from them.  A step consumes what it needs, except
-weights and params, which other steps read too.
+weights, which other steps read too.
 
 Legend: s a stage, a run of layers, numbered along the model from 0; i a microbatch.
 """
@@ -33,14 +32,12 @@ from typing import Final, Literal, NamedTuple
 
 # --- actions and tokens ---------------------------------------------------------------------------
 
-Op = Literal["F", "B", "I", "W", "U", "GATHER", "FREE", "REDUCE"]
-Kind = Literal["act", "tape", "grad", "rest", "part", "weights", "params"]
+Op = Literal["F", "B", "I", "W", "U", "REDUCE"]
+Kind = Literal["act", "tape", "grad", "rest", "part", "weights"]
 
-OPS: Final[tuple[Op, ...]] = ("F", "B", "I", "W", "U", "GATHER", "FREE", "REDUCE")
+OPS: Final[tuple[Op, ...]] = ("F", "B", "I", "W", "U", "REDUCE")
 #: The actions that compute with a stage's parameters.
 COMPUTE_OPS: Final[tuple[Op, ...]] = ("F", "B", "I", "W")
-#: The actions of a stage as a whole, without a microbatch; lowering adds them.
-STAGE_OPS: Final[tuple[Op, ...]] = ("GATHER", "FREE", "REDUCE")
 
 
 class Action(NamedTuple):
@@ -53,7 +50,7 @@ class Action(NamedTuple):
     microbatch: int = 0
 
     def __str__(self) -> str:
-        if self.op in STAGE_OPS:
+        if self.op == "REDUCE":
             return f"{self.op}:{self.stage}"
         return f"{self.op}{self.stage}.{self.microbatch}"
 
@@ -67,7 +64,6 @@ class Token(NamedTuple):
     rest     what I saves for W
     part     one microbatch's contribution to the gradient of the weights
     weights  the weights after `microbatch` updates, in schedules with U
-    params   the gathered parameters of a stage, if they are sharded; `microbatch` is 0
     """
 
     kind: Kind
@@ -111,10 +107,6 @@ class Schedule:
         return len(self.home) - 1
 
     @cached_property
-    def gathers(self) -> bool:
-        return any(step.op == "GATHER" for row in self.rows for step in row)
-
-    @cached_property
     def lowered(self) -> bool:
         known = (*COMPUTE_OPS, "U")
         return any(step.op not in known for row in self.rows for step in row)
@@ -138,6 +130,7 @@ def needs(step: Step, schedule: Schedule) -> tuple[Token, ...]:
     if not isinstance(step, Action):
         return (step.token,) if step.op == "SEND" else ()
     op, s, i = step
+    version = schedule.version(s, i) if op in COMPUTE_OPS else 0
     match op:
         case "F":
             own = (Token("act", s - 1, i),) if s > 0 else ()
@@ -146,15 +139,12 @@ def needs(step: Step, schedule: Schedule) -> tuple[Token, ...]:
             own = (tape, Token("grad", s + 1, i)) if s < schedule.last_stage else (tape,)
         case "W":
             own = (Token("rest", s, i),)
-        case "FREE":
-            own = (Token("params", s, 0),)
         case "REDUCE":
             own = tuple(Token("part", s, k) for k in range(schedule.microbatches))
         case "U":
             own = tuple(Token("part", s, k) for k in range(i - schedule.update + 1, i + 1))
-        case "GATHER":
-            own = ()
-    return own + _weights(step, schedule)
+            version = i // schedule.update
+    return (*own, Token("weights", s, version)) if version else own
 
 
 def makes(step: Step, schedule: Schedule) -> tuple[Token, ...]:
@@ -173,25 +163,11 @@ def makes(step: Step, schedule: Schedule) -> tuple[Token, ...]:
             return (*before, Token("rest", s, i))
         case "W":
             return (Token("part", s, i),)
-        case "GATHER":
-            return (Token("params", s, 0),)
         case "U":
             return (Token("weights", s, i // schedule.update + 1),)
-        case "FREE" | "REDUCE":
+        case "REDUCE":
             return ()
 
 
 def takes(step: Step, schedule: Schedule) -> tuple[Token, ...]:
-    if step.op == "FREE":
-        return needs(step, schedule)
-    return tuple(t for t in needs(step, schedule) if t.kind not in ("weights", "params"))
-
-
-def _weights(action: Action, schedule: Schedule) -> tuple[Token, ...]:
-    op, s, i = action
-    if op in COMPUTE_OPS:
-        whole = (Token("params", s, 0),) if schedule.gathers else ()
-        version = schedule.version(s, i)
-    else:
-        whole, version = (), i // schedule.update if op == "U" else 0
-    return (*whole, Token("weights", s, version)) if version else whole
+    return tuple(t for t in needs(step, schedule) if t.kind != "weights")

@@ -147,7 +147,7 @@ class StageTimes(NamedTuple):
         """The seconds of each kind of action, by stage; of B only if it is not I and W."""
         every = [*stages]
         found = {op: tuple(self._seconds(op, stage) for stage in every) for op in OPS}
-        return {op: s for op, s in found.items() if op != "FREE" and (op != "B" or any(s))}
+        return {op: s for op, s in found.items() if op != "B" or any(s)}
 
     def _seconds(self, op: str, stage: int) -> float:
         span = self.means.get((op, stage))

@@ -120,7 +120,7 @@ class _Live:
         has the only references, so memory is freed as soon as the work drops a value.
         """
         op, stage, i = action
-        made: dict[str, Any] = {"part": None, "params": None, "weights": None}
+        made: dict[str, Any] = {"part": None, "weights": None}
         work = self.work
         match op:
             case "F":
@@ -137,8 +137,6 @@ class _Live:
                 work.update(stage, i)
             case "REDUCE":
                 work.reduce(stage)
-            case "GATHER" | "FREE":
-                pass  # hooks gather and free units one by one (techniques/data/unit_hooks.py)
         return made
 
     def end(self, whole: bool) -> None:

@@ -5,7 +5,7 @@
     rank 1  F1.0 B1.0 F1.1 B1.1
 
 F1.0 is the forward of stage 1 for microbatch 0; F0 that of microbatch 0 in the rank's own stage.
-Lowered schedules also have GATHER:1, FREE:1, REDUCE:1, SEND:act0.1>1 (to rank 1) and RECV:act0.1<0.
+Lowered schedules also have REDUCE:1, SEND:act0.1>1 (to rank 1) and RECV:act0.1<0.
 `home` lists the owner of each stage, `update` and `lag` are for asynchronous schedules.
 """
 
@@ -30,7 +30,7 @@ from shardwise.core.schedule.schedule import (
 
 MOST = 8
 _ACTION = re.compile(r"([FBIWU])(?:(\d+)\.)?(\d+)")
-_STAGE_ACTION = re.compile(r"(GATHER|FREE|REDUCE):(\d+)")
+_STAGE_ACTION = re.compile(r"(REDUCE):(\d+)")
 _TRANSFER = re.compile(r"(SEND|RECV):(act|grad)(\d+)\.(\d+)[<>](\d+)")
 
 

@@ -145,13 +145,6 @@ def test_2bw_keeps_two_versions_and_updates_once_a_batch():
         assert clock(schedule).makespan == 3 * (3 * m + p - 1)
 
 
-def test_breadth_first_gathers_each_stage_twice():
-    """Under zero3 breadth-first gathers a stage once each way, the turning one once in all."""
-    rows = lower(build("bfs:8x3", 4), gather=True).rows
-    count = Counter(step.stage for row in rows for step in row if step.op == "GATHER")
-    assert count == {stage: 2 - (stage >= 8) for stage in range(12)}
-
-
 @pytest.mark.parametrize(
     ("word", "phrase"),
     [
@@ -186,11 +179,10 @@ def test_costs_by_stage_and_hop_add_up():
 
 
 def test_what_actions_cost():
-    """B is I and W if not given; GATHER and REDUCE lengthen a row; a hop only who waits for it."""
+    """B is I and W if not given; REDUCE lengthens a row; a hop only who waits for it."""
     costs = ActionCosts(I=(1.0, 2.0), W=4.0)
-    assert (costs.of("B", 0), costs.of("B", 1), costs.of("FREE", 0)) == (5, 6, 0)
-    schedule = lower(read("rank 0 F0 B0"), gather=True)
-    assert clock(schedule, ActionCosts(GATHER=2, REDUCE=0.5)).makespan == 5.5
+    assert (costs.of("B", 0), costs.of("B", 1)) == (5, 6)
+    assert clock(read("rank 0 F0 B0"), ActionCosts(REDUCE=0.5)).makespan == 3.5
     timeline = clock(read("rank 0 F0 F1 B0 B1\nrank 1 F0 B0 F1 B1"), ActionCosts(hop=1.0))
     assert [span.start for span in timeline.spans[0][:3]] == [0, 1, 6]
     for word in ("zb-v:4", "interleaved:4x2"):  # stages of one rank have no hop
@@ -218,15 +210,13 @@ def test_memory_in_bytes():
     [
         (
             "rank 0 F0 B0 F1 B1\nrank 1 F1 B1 F0 B0",
-            "to do B0.0 for grad1.0 of B1.0 on rank 1; rank",
+            "deadlocks: rank 0 at RECV:grad1.1<1, rank 1 at RECV:act0.1<0.",
         ),
-        ("rank 0 F0.0 F2.0 B2.0 B0.0\nrank 1 B1.0 F1.0", "and tape1.0 of F1.0 on its own row"),
-        ("rank 0 F0 GATHER:0 B0 REDUCE:0", "F0.0 for params0.0 of GATHER:0 on its own row"),
-        ("update 1\nlag 0\nrank 0 F0 F1 B0 U0 B1 U1", "to do F0.1 for weights0.1 of U0.0"),
+        ("update 1\nlag 0\nrank 0 F0 F1 B0 U0 B1 U1", "deadlocks: rank 0 at F0.1."),
     ],
 )
 def test_a_deadlock_says_what_each_rank_waits_for(text: str, said: str):
-    """With the action that would make it, and its rank."""
+    """With the step at which it stands."""
     with pytest.raises(InputError, match="Write instead: each action before its use") as refused:
         clock(read(text))
     assert said in str(refused.value)
