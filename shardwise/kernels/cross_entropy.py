@@ -15,7 +15,6 @@ weight of the z-loss,
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Final, TypedDict
 
 import torch
@@ -28,7 +27,7 @@ from shardwise.comm.torch_links import once
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.layouts.uneven import Cut, even
-from shardwise.core.tools.arguments import is_number, short_repr
+from shardwise.core.tools.arguments import is_number
 
 
 class LossOptions(TypedDict):
@@ -80,7 +79,6 @@ def cross_entropy(
             [0, 1], a z-loss is negative, the reduction is unknown.
         IndexError: a target is outside the vocabulary.
     """
-    _require_tensors(logits, targets)
     options = (ignore_index, label_smoothing, z_loss, reduction)
     if has_torch_function_unary(logits):  # sharded logits (kernels/logits.py), or a function mode
         words: dict[str, Any] = dict(zip(OPTIONS, options, strict=True))
@@ -99,16 +97,6 @@ def cross_entropy(
     return loss.view(targets.shape) if reduction == "none" else loss
 
 
-def _require_tensors(logits: Any, targets: Any) -> None:
-    for name, value in (("logits", logits), ("targets", targets)):
-        if not isinstance(value, Tensor):
-            given = f"cross_entropy with {name}={short_repr(value)}"
-            raise bad(given, "two tensors", "cross_entropy(model(tokens), targets)")
-    if not logits.dim():
-        given = "cross_entropy of logits without dims"
-        raise bad(given, "logits [..., V], a row for each target", "logits.view(1, -1)")
-
-
 def sharded_cross_entropy(
     x: Tensor,
     sharding: tuple[Axis, Cut],
@@ -122,9 +110,8 @@ def sharded_cross_entropy(
     require_loss(x, targets, label_smoothing, z_loss, reduction)
     x, classes = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1).long()
     ignored = classes == ignore_index
-    axis, cut = sharding
-    terms = _Terms(axis, cut, label_smoothing, z_loss)
-    losses = _Losses.apply(x, known_classes(classes, ignored, cut.whole), ignored, terms)
+    classes = known_classes(classes, ignored, sharding[1].whole)
+    losses = _Losses.apply(x, classes, ignored, sharding, label_smoothing, z_loss)
     loss = reduced(losses, ignored, reduction).to(loss_dtype(x))
     return loss.view(targets.shape) if reduction == "none" else loss
 
@@ -169,14 +156,6 @@ def under_autocast(x: Tensor) -> bool:
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
-@dataclass(frozen=True)
-class _Terms:
-    axis: Axis
-    cut: Cut
-    smoothing: float
-    z: float
-
-
 class _Losses(torch.autograd.Function):
     """The loss [N] of each position, from this rank's columns x [N, v].
     Saved for the backward pass: the softmax over the local columns (for 16-bit logits, the logits),
@@ -184,10 +163,18 @@ class _Losses(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, classes: Tensor, ignored: Tensor, terms: _Terms) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        classes: Tensor,
+        ignored: Tensor,
+        sharding: tuple[Axis, Cut],
+        s: float,
+        z_loss: float,
+    ) -> Tensor:
         """The letters are as in the formulas above; all values of a position are [N, 1]."""
-        axis, columns, s = terms.axis, x.shape[1], terms.smoothing
-        ((start, _),) = terms.cut.ranges[axis.rank]
+        (axis, cut), columns = sharding, x.shape[1]
+        ((start, _),) = cut.ranges[axis.rank]
         column = classes.unsqueeze(1) - start
         local = column.clamp(0, max(0, columns - 1))
         is_local = local == column if columns else column.new_zeros(column.shape, dtype=torch.bool)
@@ -204,13 +191,13 @@ class _Losses(torch.autograd.Function):
         log_z = z.log()
         losses, hit, share = log_z - logit, logit.exp() / z, exps.div_(z)
         if s:
-            losses = (1 - s) * losses + s * (log_z - rest[0] / terms.cut.whole)
-        if terms.z:
+            losses = (1 - s) * losses + s * (log_z - rest[0] / cut.whole)
+        if z_loss:
             log_sum = largest + log_z
-            losses += terms.z * log_sum**2
-            slope = 1 + 2 * terms.z * log_sum
+            losses += z_loss * log_sum**2
+            slope = 1 + 2 * z_loss * log_sum
             hit, share = hit * slope, share * slope
-        ctx.spread = s / terms.cut.whole
+        ctx.spread = s / cut.whole
         # if all local columns are -inf, their softmax is NaN, and their share is 0
         ctx.clear = bool(len(x)) and (not local_max.is_cpu or bool(local_max.min() == -torch.inf))
         ctx.save_for_backward(saved, local, is_local, ignored, share, hit.sub_(1 - s + ctx.spread))
@@ -235,7 +222,7 @@ class _Losses(torch.autograd.Function):
         if saved.shape[1]:  # the target separately: p - 1 is inexact if p is almost 1
             exact = torch.where(is_local, (grad * hit).to(out.dtype), out.gather(1, local))
             out.scatter_(1, local, exact)
-        return out, None, None, None
+        return out, *(None,) * 5
 
 
 def _local_softmax(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

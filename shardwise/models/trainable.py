@@ -8,7 +8,7 @@ materialises one block of a model on the meta device gets exactly the weights of
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,8 +19,6 @@ from torch.utils import _pytree as pytree
 from shardwise.comm.tiers.host_memory import free_bytes
 from shardwise.core.errors import bad
 
-FEW_ROWS: Final = 2
-MOST_BYTES: Final = 2**31  # of a batch
 WEIGHT_BYTES: Final = 4  # a model is built in fp32
 Loss = Callable[[nn.Module, Any], Tensor]
 Initial = Callable[[str, Tensor, int], None]
@@ -91,23 +89,9 @@ class Trainable:
             )
 
     def batch(self, rows: int, seed: int, device: torch.device | str = "cpu") -> Any:
-        """A batch of `rows` rows, by rows and seed. Raises InputError for over MOST_BYTES."""
-        if rows > FEW_ROWS:
-            few = pytree.tree_leaves(self.make_batch(FEW_ROWS, seed))
-            require_room(f"a batch of {rows} rows of the model {self.name}", few, rows / FEW_ROWS)
+        """A batch of `rows` rows, by rows and seed."""
         made = self.make_batch(rows, seed)
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), made)
-
-
-def require_room(what: str, leaves: Iterable[Any], times: float) -> None:
-    """Raise InputError if tensors of `times` the size of `leaves` exceed MOST_BYTES."""
-    one = sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor))
-    if one * times > MOST_BYTES:
-        raise bad(
-            f"{what}, whose tensors take {one * times:.3g} bytes",
-            f"a batch of up to {MOST_BYTES:,} bytes",
-            "fewer rows (--batch), shorter rows (--sequence) or fewer microbatches",
-        )
 
 
 # --- initial weights ------------------------------------------------------------------------------

@@ -71,25 +71,7 @@ def of_function(
     """The model that `build` returns, with its loss and batches, or with these."""
     _, found_loss, found_batch = _call(build, name, seed, make_batch)
     make = partial(_model, build, name, seed, make_batch)
-    _require_batches(found_batch, name)
     return Trainable(name, make, loss or found_loss, partial(_batch, found_batch, name))
-
-
-def _require_batches(make_batch: Callable[..., Any], name: str) -> None:
-    if why := _refusal(make_batch, 1, 0):
-        given = f'make_batch of the model "{name}", to which rows and seed cannot be given ({why})'
-        raise bad(given, BATCHES, "def make_batch(rows, seed): ...")
-
-
-def _refusal(function: Callable[..., Any], *arguments: object) -> str:
-    """Why a function cannot be called with these arguments; "" if it can."""
-    try:
-        inspect.signature(function).bind(*arguments)
-    except TypeError as error:
-        return str(error)
-    except ValueError:  # a function in C may have no signature
-        pass
-    return ""
 
 
 def _batch(make_batch: Callable[[int, int], Any], name: str, rows: int, seed: int) -> Any:
@@ -211,10 +193,6 @@ def _guess(model: nn.Module, name: str) -> Callable[[int, int], Tensor]:
             "a module alone whose first layer is an nn.Linear or an nn.Embedding",
             "return model, loss, make_batch",
         )
-    if why := _refusal(model.forward, "batch"):
-        given = f'the model "{name}", whose forward does not take one input ({why})'
-        allowed = "a module alone whose forward takes one tensor"
-        raise bad(given, allowed, "return model, loss, make_batch")
 
     def make_batch(rows: int, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)

@@ -109,7 +109,6 @@ def test_every_word_of_the_table_is_read(word: Any):
         ("recompute:8GB", "recompute:25MiB"),
         ("recompute:a,,b", "recompute:full"),
         ("offload:optimizer", "offload:optim"),
-        ("offload:optim@nvme", "offload:optim@disk"),
         ("offload:param=0.5", "offload:param"),
         ("offload:optim=0.5", "offload:optim"),
         ("offload:optim-delayed=soon", "offload:optim-delayed=40"),

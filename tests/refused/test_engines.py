@@ -186,14 +186,8 @@ TYPES = [
     (lambda: move(X, None, R, S(0)), "with axis=None", MOVE),
     (lambda: move(X, AXIS, "R", S(0)), "with src='R'", MOVE),
     (lambda: move(X, AXIS, R, S(2)), "2 dims with the placement S2", MOVE),
-    (lambda: sw.cross_entropy(X, None), "targets=None", "cross_entropy(model(tokens), targets)"),
-    (lambda: sw.cross_entropy(X[0, 0], X), "without dims", "logits.view(1, -1)"),
     (lambda: sw.cross_entropy(X, WORDS, label_smoothing="x"), "label_smoothing='x'", "smoothing=0"),
-    (lambda: MOE(torch.ones(2, 7)), "width 8 with shape (2, 7)", "sw.MoE(width=8, ...)"),
-    (lambda: MOE(torch.ones(2, 8), torch.ones(5)), "target (5,)", "target of shape (2,)"),
-    (lambda: MOE(torch.ones(2, 8).long()), "width 8 with", "sw.MoE(width=8, ...)"),
-    (lambda: MOE("x"), "width 8 with 'x'", "sw.MoE(width=8, ...)"),
-    (lambda: sw.MoE(8, 16, MOE.gate, shared=3), "shared=3", "shared=nn.Linear(width, width)"),
+    (lambda: MOE(torch.ones(2, 8), torch.ones(5)), "shape (5,)", "target of shape (2,)"),
     (lambda: sw.Gate(3, experts=4), 'the gate "3"', "gate = "),
     (lambda: sw.predict(nn.Linear(3, 3), "dp2", X, rank="0"), "rank='0'", "rank=0"),
     (lambda: sw.predict(nn.Linear(3, 3), "dp2", None), "rows (NoneType)", "torch.as_tensor(batch)"),
@@ -214,7 +208,6 @@ TYPES = [
     (lambda: sw.spawn(str, 2, args=3), "args=3", "spawn(work, 2, args=(3,))"),
     (lambda: sw.save(engine_of(), ""), "folder ''", '"runs/example"'),
     (lambda: sw.save(engine_of(), "a\0b"), "folder 'a", '"runs/example"'),
-    (lambda: sw.replicas.parallel_apply([None], [X]), "of None", "parallel_apply(replicas, inputs"),
     (lambda: S("x"), "S with dim 'x'", "S(0)"),
 ]
 

@@ -190,7 +190,6 @@ REFUSED: dict[str, Any] = {
     "1 modules, 2 inputs": lambda: sw.replicas.parallel_apply([Block()], [1, 2]),
     "'b'": lambda: joined({"a": ONE}, {"b": ONE}),
     "output 1": lambda: joined(*(dict.fromkeys(names, ONE) for names in ("ab", "ba"))),
-    "differ in dim 0": lambda: joined(torch.ones(1, 2), torch.ones(1, 3)),
     "no outputs": joined,
 }
 

@@ -42,7 +42,6 @@ def applied(model: nn.Module, build: "Build") -> "PositionShards | None":
 
 
 def _axes(world: World, plan: Plan) -> tuple[Axis, Axis, Axis]:
-    """The ranks of `cp`, of the ring, and of Ulysses, whose all-to-all stays inside a host."""
     inner, n = plan.inner_data_axis, plan.cp
     u = plan.context.ulysses if plan.context else 1
     groups = [range(first, first + n) for first in range(0, world.axis(inner).size, n)]

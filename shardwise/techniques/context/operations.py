@@ -12,14 +12,12 @@ softmax over positions, a slice of the positions.
 """
 
 import math
-import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from inspect import signature
-from traceback import walk_tb
 from types import SimpleNamespace
-from typing import Any, Final, cast
+from typing import Any, Final
 from weakref import ref
 
 import torch
@@ -123,25 +121,9 @@ class OwnPositions(TorchFunctionMode):
 
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)
-        error, trace = cast("Any", raised[1:])
-        if self.of is None or not isinstance(error, Exception) or isinstance(error, InputError):
-            return
-        *_, frame = [frame for frame, _ in walk_tb(trace)]
-        where = frame.f_globals.get("__name__", "")
-        sizes = {*re.findall(r"tensor . \((\d+)", str(error))}
-        if sizes == {str(self.of.numel), str(self.of.cut.length)}:
-            raise bad(
-                f"this rank's {self.of.numel} positions with a tensor of all {self.of.cut.length}",
-                "a table of positions that is cut to those of its input",
-                "x + self.positions[:, : x.shape[1]]",
-            ) from error
-        if self.of.marker is not None and where.startswith("transformers.models"):
-            raise bad(
-                f"a model that fails in {where} ({type(error).__name__}: {error}) under cp, which "
-                "keeps its attention_mask aside for the attention of all ranks",
-                "a model that computes nothing else of the mask; position_ids in the batch",
-                "rows that are padded on the right, with labels of -100 and without the mask",
-            ) from error
+        if self.of is not None and isinstance(raised[1], Exception):
+            said = f"under cp, where a rank has {self.of.numel} of {self.of.cut.length} positions"
+            raised[1].add_note(f"{said}, and no attention_mask: docs/explanation/context.md")
 
     def _reaches(self, what: str) -> InputError:
         return bad(
@@ -200,7 +182,6 @@ class OwnPositions(TorchFunctionMode):
         return of.padding
 
     def _require_other(self, keys: int, of: Sequences) -> None:
-        """Raise InputError for another sequence that some rank would take for its positions."""
         if keys in [of.cut.numel(rank) for rank in range(of.cut.ranks)]:
             raise bad(
                 f"attention to {keys} keys of another sequence under cp{of.cut.ranks}, of which "
@@ -211,7 +192,6 @@ class OwnPositions(TorchFunctionMode):
             )
 
     def _require(self, query: Tensor, mask: Tensor | None, of: Sequences) -> None:
-        """Raise InputError for other dims or positions, or a mask without all columns."""
         if query.dim() not in (3, 4):
             raise bad(
                 f"attention of queries {list(query.shape)} under cp{of.cut.ranks}",
@@ -347,7 +327,6 @@ class OwnPositions(TorchFunctionMode):
     # --- what is refused ----------------------------------------------------------------------
 
     def _along(self, func: Any, args: Any, kwargs: dict[str, Any]) -> str:
-        """What the function computes along the sequence; "" if it does not."""
         of = self._sequences()
         given: list[Any] = [*args, *kwargs.values(), None]
         x = given[0]
@@ -397,7 +376,6 @@ def _makes_a_mask() -> bool:
 
 
 def _text(part: Any) -> str:
-    """The index as Python source: -1, 1:, :-1."""
     if not isinstance(part, slice):
         return str(part)
     return ":".join("" if end is None else str(end) for end in (part.start, part.stop))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.world import Axis
 from shardwise.core.errors import NonFiniteError, bad
-from shardwise.core.tools.arguments import MOST_SEED, integer, is_number, short_repr
+from shardwise.core.tools.arguments import MOST_SEED, integer
 from shardwise.techniques.expert.dispatch import Exchange, feed_forward
 from shardwise.techniques.expert.gate import FIXED, Extra, Gate
 from shardwise.techniques.expert.gates import PassRecords, balanced_bias, hashed, key_of, uniform
@@ -129,14 +129,9 @@ class MoE(nn.Module):
         integer("hidden", hidden, least=1, example=256)
         if not isinstance(gate, Gate):
             raise bad(f"the gate {gate!r}", "a sw.Gate", 'sw.Gate("topk", experts=8, k=2)')
-        if not (is_number(bias_rate) and 0 <= bias_rate < math.inf):
-            raise bad(f"bias_rate = {bias_rate!r}", "a finite number from 0 up", "bias_rate = 1e-3")
         if bias_rate != BIAS_RATE and gate.name != "sigmoid":
             given = f"bias_rate = {bias_rate!r} under the gate {gate.name}, which has no bias"
             raise bad(given, "bias_rate for the gate sigmoid", "sw.MoE(width, hidden, gate)")
-        if shared is not None and not isinstance(shared, nn.Module):
-            allowed = "a module from [..., width] to the same, or None"
-            raise bad(f"shared={short_repr(shared)}", allowed, "shared=nn.Linear(width, width)")
         integer("seed", seed, least=0, example=0, most=MOST_SEED)
         self.gate, self.bias_rate, self.width = gate, bias_rate, width
         routed, noisy = gate.name not in FIXED, gate.name == "noisy-topk"
@@ -162,12 +157,14 @@ class MoE(nn.Module):
         target: [...] for `hash` the token ids; for `assigned` the expert of each token, from 0 up.
 
         Raises:
-            InputError: `x` has another width than the layer, or `target` another shape; a hard gate
-                without `target`; on all data ranks, if the `target` of a rank has an expert that
-                does not exist.
+            InputError: `target` has another shape; a hard gate without `target`; on all data ranks,
+                if the `target` of a rank has an expert that does not exist.
             NonFiniteError: on all data ranks, if a rank's logits are infinite or NaN.
         """
-        self._require_input(x, target)
+        if target is not None and target.shape != x.shape[:-1]:
+            given = f"a call of a sw.MoE with x of shape {tuple(x.shape)} and target of shape "
+            given += str(tuple(target.shape))
+            raise bad(given, "a target for each token", f"target of shape {tuple(x.shape[:-1])}")
         every_ND = self.place.enter(x).flatten(0, -2)
         x_ND = every_ND[:0] if self.place.has_no_rows() else every_ND
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -195,20 +192,6 @@ class MoE(nn.Module):
             y = y + of_shared
         y = y * math.nan if goes_on else y
         return y, self._loss(routing, logits)
-
-    def _require_input(self, x: object, target: object) -> None:
-        floats = isinstance(x, Tensor) and x.dim() > 0 and x.is_floating_point()
-        if not isinstance(x, Tensor) or not floats or x.shape[-1] != self.width:
-            what = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else short_repr(x)
-            given = f"a call of a sw.MoE of width {self.width} with {what}"
-            allowed = f"a tensor of floats [..., {self.width}]"
-            raise bad(given, allowed, f"sw.MoE(width={self.width}, ...) for such tensors")
-        if target is None:
-            return
-        if not isinstance(target, Tensor) or target.numel() * self.width != x.numel():
-            shape = tuple(target.shape) if isinstance(target, Tensor) else short_repr(target)
-            given = f"a call of a sw.MoE with x of shape {tuple(x.shape)} and target {shape}"
-            raise bad(given, "a target for each token", f"target of shape {tuple(x.shape[:-1])}")
 
     def _extra(self, x_ND: Tensor, target_N: Tensor | None) -> Extra:
         match self.gate.name:
@@ -264,7 +247,6 @@ class MoE(nn.Module):
         return self.place.name or "a mixture of experts"
 
     def _remember(self, routing: Routing, bias: Tensor | None) -> None:
-        """Keep the loads, and the choices that the `bias` of the next pass follows."""
         if phase() == "backward":  # activations are recomputed
             return
         self.place.on_routing(routing)

@@ -58,10 +58,9 @@ def layer_plans(model: nn.Module, plan: Plan) -> LayerPlans:
     for number, layer in enumerate(plan.layers, 1):
         names = [name for name, _ in model.named_modules() if name]
         for pattern in layer.unmatched(names):
-            some = any(map(replace(layer, patterns=(pattern,)).matches, names))
             raise bad(
-                f"the layers {pattern} in the plan '{plan}', {'some of ' if some else ''}which "
-                f"match no module of the {type(model).__name__}",
+                f"the layers {pattern} in the plan '{plan}', which do not all match a module of "
+                f"the {type(model).__name__}",
                 f"names of its modules, as {', '.join(names[:6])}, and patterns of them",
                 f"'{suggest(pattern, names)}: {layer.words}'",
             )

@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 WHAT: Final = ("optim", "param", "optim-delayed", "optim@disk", "param@disk", "auto")
 #: Steps before updates are delayed.
 UNDELAYED_STEPS: Final = 40
-#: Other names of the tiers, for suggestions.
-_HOSTS: Final = ("host", "cpu", "ram", "memory")
-_DISKS: Final = ("disk", "nvme", "ssd", "file")
 _PARAM_TIERS: Final[dict[str, Tier]] = {"param": "host", "param@disk": "disk"}
 
 
@@ -64,20 +61,12 @@ class Offload:
 def parse(text: str) -> Offload:
     """The value of `offload:` as written. Raises InputError for any other."""
     what, equals, number = text.partition("=")
-    if text in ("optim", "param", "optim@disk", "param@disk", "auto"):
+    if text in WHAT and text != "optim-delayed":
         return Offload(text)
     if what == "optim-delayed":
         return Offload("optim", _steps(number) if equals else UNDELAYED_STEPS)
     allowed = f"offload: and the states that rest in host memory or on disk: {', '.join(WHAT)}"
-    raise bad(f"the plan word 'offload:{text}'", allowed, f"offload:{_nearest(text)}")
-
-
-def _nearest(text: str) -> str:
-    what, at, tier = text.partition("@")
-    word = suggest(what, ("optim", "param", "optim-delayed", "auto"), 0.5)
-    disk = (at and tier not in _HOSTS) or (not word and text in _DISKS)
-    word = word or "optim"
-    return f"{word}@disk" if disk and word in ("optim", "param") else word
+    raise bad(f"the plan word 'offload:{text}'", allowed, f"offload:{suggest(text, WHAT)}")
 
 
 def _steps(text: str) -> int:

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 from typing import Any, Final
 
 import torch
@@ -40,9 +40,9 @@ def starts(
     """
     if names is not None:
         if len(names) != stages - 1:
-            number = f"{stages} stage{'s' * (stages > 1)}"
             raise bad(
-                f"{len(names)} starts ({', '.join(names) or 'none'}) for {number}",
+                f"{len(names)} starts ({', '.join(names) or 'none'}) for {stages} "
+                f"stage{'s' * (stages > 1)}",
                 f"{stages - 1}: the first module of each stage after the first",
                 "stages=None, which balances the stages by parameters",
             )
@@ -63,15 +63,13 @@ def starts_of_counts(
     model: nn.Module, counts: Sequence[int], calls: Calls | None = None
 ) -> tuple[str, ...]:
     """Like `starts`, with so many of the blocks in each stage."""
-    cuts, parts = candidates(model, len(counts), calls), len(counts)
+    cuts, word = candidates(model, len(counts), calls), f"stages:{','.join(map(str, counts))}"
     if sum(counts) != len(cuts):
-        ends = [len(cuts) * stage // parts for stage in range(parts + 1)]
         raise bad(
-            f"stages:{','.join(map(str, counts))}, whose sum is {sum(counts)}, for a "
-            f"{type(model).__name__} that {parts} stages divide into {len(cuts)} pieces "
-            f"({', '.join(cuts[:NAMED])}{', ...' * (len(cuts) > NAMED)})",
+            f"{word}, whose sum is {sum(counts)}, for a {type(model).__name__} that {len(counts)} "
+            f"stages divide into {len(cuts)} pieces ({', '.join(cuts[:NAMED])})",
             f"numbers whose sum is {len(cuts)}",
-            f"stages:{','.join(str(b - a) for a, b in pairwise(ends))}",
+            "the plan without this word, which balances the stages by parameters",
         )
     return tuple(cuts[i] for i in accumulate(counts[:-1]))
 

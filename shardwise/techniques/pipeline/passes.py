@@ -210,7 +210,6 @@ class Passes:
         return result.value
 
     def _trace(self, staging: Staging, part: Any) -> "_Traced":
-        """What crosses for a microbatch of these shapes; traced once for each shape."""
 
         def make() -> _Traced:
             """Trace it on a copy."""

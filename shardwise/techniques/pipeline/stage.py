@@ -116,7 +116,6 @@ class Stage:
         return self._note(event, out, was, (args, kwargs))
 
     def _answer(self, event: ForwardStep, out: Any) -> None:
-        """Raise InputError if a read of an activation gives another answer than in the trace."""
         if event.out is UNKNOWN:
             raise Asked(out)
         if repr(out) != repr(event.out):
@@ -199,7 +198,6 @@ class Stage:
     # --- in our stage -------------------------------------------------------------------------
 
     def _real(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments, with the received tensor in place of each absent value."""
         if not self._ready(args):
             args = mapped(self._at_hand, args, Tensor)
         if kwargs and not self._ready(kwargs.values()):
@@ -249,7 +247,6 @@ class Stage:
             self.made[number] = x
 
     def _compare(self, event: ForwardStep, out: Any) -> None:
-        """Raise InputError if a layer's outputs differ from the trace in shape or dtype."""
         foreseen = [(x.shape, x.dtype) for x in _leaves(event.out)]
         found = [(x.shape, x.dtype) for x in _leaves(out)]
         if found != foreseen:

@@ -74,7 +74,6 @@ class Stages:
                 return follow.finish(several=1 < len(layers.own_stages) < layers.count)
 
     def _hooked(self, error: Exception) -> Exception:
-        """The error to raise instead of `error`, if hooks on layers may have caused it."""
         names = [of.name for of in self.layers.standing if _hooks(of.twin)]
         if isinstance(error, InputError) or not names:
             return error

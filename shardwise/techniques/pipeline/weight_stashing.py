@@ -27,9 +27,9 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from shardwise.comm.move import begin_sum
 from shardwise.comm.tiers.host_memory import HostNumbers, doubles_on
-from shardwise.core.errors import InputError, bad
+from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
-from shardwise.core.schedule.schedule import COMPUTE_OPS, Schedule
+from shardwise.core.schedule.schedule import COMPUTE_OPS
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.optimizer import Factor, ShardedOptimizer
 from shardwise.engine.options import EngineOptions
@@ -52,8 +52,7 @@ def require(
         raise bad(
             f"clip={clip} with {plan.pipeline}, whose stages update at different times: the norm "
             "of all gradients is never known",
-            "clip=None (`shardwise train`: --set train.clip=0, or clip = 0 under [train] in its "
-            f"file), or a schedule that updates at the end, 1f1b:{schedule.microbatches}",
+            f"clip=None, or a schedule that updates at the end, 1f1b:{schedule.microbatches}",
             "--set train.clip=0 (in Python: clip=None)",
         )
     if options.on_nonfinite != "raise":
@@ -69,19 +68,13 @@ def require(
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     for name, stages in at.items():
         if name in trained and len({schedule.lag[stage] for stage in stages}) > 1:
-            raise _torn(plan, name, stages, schedule)
+            raise bad(
+                f"{plan.pipeline} for a model whose {name} is in stages "
+                f"{' and '.join(map(str, stages))}, which update at different times",
+                "parameters that one stage uses, or a schedule whose stages are equally late",
+                f"2bw or 1f1b:{schedule.microbatches}, or a model without tied weights",
+            )
     return None
-
-
-def _torn(plan: Plan, name: str, stages: Sequence[int], schedule: Schedule) -> InputError:
-    m, p = schedule.microbatches, schedule.ranks
-    late = ", ".join(f"stage {s}'s are {schedule.lag[s]} late" for s in stages)
-    return bad(
-        f"{plan.pipeline} for a model whose {name} is in stages {' and '.join(map(str, stages))}, "
-        f"which update at different times ({late})",
-        "parameters that one stage uses, or a schedule whose stages are equally late, as 2bw",
-        f"2bw:{max(m, p)} or 1f1b:{m}, or a model without tied weights",
-    )
 
 
 class Stale:

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from shardwise.core.plan.plan import Plan
 
 
+#: What stands behind the name of a schedule, by the numbers that it takes, and an example.
+_FORMS: Final = {"": ("", ""), "M": (":M", ":8"), "MxV": (":MxV", ":8x2")}
+
+
 def _schedule(word: str) -> str | None:
     name, _, value = word.partition(":")
     if name not in LIBRARY:
@@ -23,15 +27,9 @@ def _schedule(word: str) -> str | None:
         return f"{name}:{'x'.join(str(int(number)) for number in numbers)}"
     if word == name and not takes:
         return name
-    allowed, example = {
-        "": (f"{name} alone: it has one microbatch", name),
-        "M": (f"{name}:M with M microbatches, from 1 to {MOST}", f"{name}:8"),
-        "MxV": (
-            f"{name}:MxV with M microbatches and V chunks per rank, each from 1 to {MOST}",
-            f"{name}:8x2",
-        ),
-    }[takes]
-    raise bad(f"the plan word '{word}'", allowed, example)
+    form, example = _FORMS[takes]
+    allowed = f"{name}{form}: M microbatches and V chunks a rank, each from 1 to {MOST}"
+    raise bad(f"the plan word '{word}'", allowed if takes else name, f"{name}{example}")
 
 
 def _stages(word: str) -> tuple[int, ...] | None:
@@ -50,12 +48,11 @@ def _stages_word(counts: tuple[int, ...]) -> str:
 
 
 def _word(name: str, entry: Entry) -> Word:
-    form, example = {"": ("", ""), "M": (":M", ":8"), "MxV": (":MxV", ":8x2")}[entry.numbers]
+    form, example = _FORMS[entry.numbers]
     return Word(f"{name}{form}", f"{name}{example}", entry.meaning)
 
 
 def _problems(plan: "Plan", _: int | None) -> Iterator[Problem]:
-    """Sizes that the schedule forbids, or words that do not go with one that updates by itself."""
     try:
         stale = updates(plan.pipeline, plan.mesh.size_of(PIPELINE)) > 0
     except InputError as error:

@@ -66,13 +66,10 @@ def first_inside(name: str, names: Iterable[str]) -> str | None:
 
 
 def _named(model: nn.Module, patterns: list[str], what: str) -> Iterator[str]:
-    """The outermost modules that match any of the patterns; each pattern must match."""
     names = _callable_names(model)
     for pattern in patterns:
         if not any(fnmatch(name, pattern) for name in names):
             near = suggest(pattern, [FULL, SELECTIVE, *PARTITIONED_WORDS, *names])
-            if any(name.startswith(f"{pattern}.") for name in names):
-                near = f"{pattern}.*"  # a list of modules, which is never called
             raise bad(
                 f"recompute:{what} for a {type(model).__name__}, where {pattern} matches no module "
                 "that has a forward",

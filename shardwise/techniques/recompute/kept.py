@@ -22,7 +22,7 @@ If x is already a shard (sequence parallelism), it is kept unchanged and nothing
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -148,39 +148,27 @@ def _alias(x: Tensor) -> Tensor:
 
 # --- States of random numbers ---------------------------------------------------------------------
 
-States = list[Tensor]
-
-
-class Generator(Protocol):
-    """A torch.Generator, or a count that determines the numbers."""
-
-    def get_state(self) -> Tensor: ...
-
-    def set_state(self, state: Tensor, /) -> object: ...
-
 
 class Generators:
-    """The generators from which modules draw."""
+    """The generators from which modules draw: torch's, and counts that determine the numbers."""
 
-    def __init__(self, generators: Sequence[Generator]) -> None:
-        self.generators = list(generators)
+    def __init__(self, generators: Sequence[Any]) -> None:
+        self.generators = generators
 
-    def states(self) -> States:
+    def states(self) -> list[Tensor]:
         return [generator.get_state() for generator in self.generators]
 
-    def set(self, states: States) -> None:
-        for generator, state in zip(self.generators, states, strict=True):
-            generator.set_state(state)
-
     @contextmanager
-    def replay(self, states: States) -> Iterator[None]:
+    def replay(self, states: list[Tensor]) -> Iterator[None]:
         """Draw from `states` inside; afterwards restore the states from before."""
         before = self.states()
-        self.set(states)
+        for generator, state in zip(self.generators, states, strict=True):
+            generator.set_state(state)
         try:
             yield
         finally:
-            self.set(before)
+            for generator, state in zip(self.generators, before, strict=True):
+                generator.set_state(state)
 
 
 # --- States of modules ----------------------------------------------------------------------------

@@ -62,7 +62,6 @@ def _activations(value: str) -> str:
 
 
 def _problems(plan: "Plan", _: int | None) -> Iterator[Problem]:
-    """Inputs without tensor ranks to share them; a budget of activations that rest elsewhere."""
     word = f"recompute:{plan.recompute}"
     if plan.recompute in PARTITIONED_WORDS and plan.mesh.size_of(TENSOR) == 1:
         given = f"'{word}' without tensor parallelism, whose ranks would share inputs"

@@ -13,9 +13,9 @@ gradients are added to those of the module's parameters. Its buffers are copies 
 backward pass of the other, since they are made of differentiable splits, copies and concatenations.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from contextvars import copy_context
 from types import MethodType
 from typing import Any, cast
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import bad
-from shardwise.core.tools.arguments import short_repr
 from shardwise.core.tools.tree import leaves, mapped
 
 Devices = Sequence[str | int | torch.device]
@@ -33,24 +32,12 @@ _EXAMPLE = 'devices=["cpu", "cpu"]'
 
 
 def as_devices(devices: Devices) -> list[torch.device]:
-    """The devices with indices. A CPU may be repeated, as each replica has a thread of its own; a
-    GPU may not: two replicas there are no faster than one and need twice the memory.
-    """
+    """The devices with indices. A CPU may be repeated, as each replica has a thread of its own."""
     if isinstance(devices, str | int | torch.device) or not isinstance(devices, Sequence):
         raise bad(f"devices={devices!r}", "a list with one device for each replica", _EXAMPLE)
     found = [_as_device(each) for each in devices]
     if not found:
         raise bad("devices=[]", "a list with one device for each replica", _EXAMPLE)
-    kinds = sorted({device.type for device in found})
-    if len(kinds) > 1:
-        given = f"devices of {len(kinds)} kinds ({' and '.join(kinds)})"
-        raise bad(
-            given, "devices of one kind, since a step waits for the slowest", _alternative(found)
-        )
-    twice = next((d for d in found if d.type != "cpu" and found.count(d) > 1), None)
-    if twice is not None:
-        given = f"devices with {twice} more than once"
-        raise bad(given, "each GPU once: one replica uses all of it", _alternative(found))
     return found
 
 
@@ -61,21 +48,10 @@ def _as_device(given: Any) -> torch.device:
         raise bad(f"the device {given!r}", 'names such as "cpu" and "cuda:0"', _EXAMPLE) from None
     if device.type == "cpu":
         return torch.device("cpu")
-    if device.type != "cuda":
-        raise bad(f"the device {device}", '"cpu", or GPUs: "cuda:0"', _EXAMPLE)
-    count = torch.cuda.device_count()
-    index = device.index or 0
-    if index >= count:
-        names = [f"cuda:{i}" for i in range(count)]
-        there = ", ".join(names) or "no GPU"
-        instead = f"devices={names}".replace("'", '"') if count else _EXAMPLE
-        raise bad(f"the device {device}", f"what PyTorch sees here: {there}, and cpu", instead)
+    index, count = device.index or 0, torch.cuda.device_count()
+    if device.type != "cuda" or index >= count:
+        raise bad(f"the device {device}", f"cpu, or one of {count} GPUs of CUDA here", _EXAMPLE)
     return torch.device("cuda", index)
-
-
-def _alternative(found: list[torch.device]) -> str:
-    names = list(dict.fromkeys(str(d) for d in found if d.type == "cuda")) or ["cpu", "cpu"]
-    return f"devices={names}".replace("'", '"')
 
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -105,7 +81,6 @@ def replicate(module: nn.Module, devices: Devices) -> list[nn.Module]:
 
 
 def _replica(module: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of `module` and all modules in it, with differentiable copies of its parameters."""
     copies: dict[int, Tensor] = {}
     for p in module.parameters():
         copies[id(p)] = cast("Tensor", _Replicate.apply(p, device))
@@ -159,17 +134,8 @@ def parallel_apply(
     first error is raised unchanged, with a note that names the replica and its device.
 
     Raises:
-        InputError: a module that cannot be called; different numbers of modules, inputs, kwargs
-            and devices.
+        InputError: different numbers of modules, inputs, kwargs and devices.
     """
-    for module in modules:
-        if not callable(module):
-            allowed = "modules, as replicate(module, devices) returns them"
-            raise bad(
-                f"parallel_apply of {short_repr(module)}",
-                allowed,
-                "parallel_apply(replicas, inputs)",
-            )
     kwargs = [{} for _ in modules] if kwargs is None else kwargs
     calls = [x if isinstance(x, tuple) else (x,) for x in inputs]
     if devices is None:
@@ -214,12 +180,7 @@ class _State:
         self.streams = {torch.device("cuda", i): torch.cuda.current_stream(i) for i in gpus}
 
     def call(self, device: torch.device, module: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with self.entered(device):
-            return module(*args, **kwargs)
-
-    @contextmanager
-    def entered(self, device: torch.device) -> Iterator[None]:
-        """This state, in the thread of `device`."""
+        """Call `module` in this state, in the thread of `device`."""
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.graded))
@@ -228,7 +189,7 @@ class _State:
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.device(device))
                 stack.enter_context(torch.cuda.stream(self.streams[device]))
-            yield
+            return module(*args, **kwargs)
 
 
 def _device(part: tuple[nn.Module, Any, Any]) -> torch.device:
@@ -270,7 +231,6 @@ def scatter(x: Any, devices: Devices, dim: int = 0) -> list[Any]:
 
 
 def _require_rows(x: Any, dim: int, devices: int) -> None:
-    """Raise InputError unless all tensors in `x` have one number of rows, enough for all."""
     shapes = [tuple(t.shape) for t in leaves(x, Tensor) if t.dim() > dim]
     sizes = {shape[dim]: shape for shape in shapes}
     if not sizes:
@@ -301,7 +261,7 @@ def gather(outputs: list[Any], device: str | int | torch.device, dim: int = 0) -
     tensor must be equal in all outputs.
 
     Raises:
-        InputError: no outputs, or outputs that differ in structure, in dims or in other values.
+        InputError: no outputs, or outputs that differ in structure or in other values.
     """
     if not outputs:
         raise bad("gather of no outputs", "one output for each device", "gather([y0, y1], device)")
@@ -325,11 +285,5 @@ def _form(output: Any) -> Any:
 
 
 def _joined(parts: tuple[Tensor, ...], device: torch.device, dim: int) -> Tensor:
-    shapes = [tuple(part.shape) for part in parts]
-    others = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
-    if len({len(shape) for shape in shapes}) > 1 or len(others) > 1:
-        shown = ", ".join(map(str, shapes))
-        instead = "a forward that pads to one length on all devices: length as an argument"
-        raise bad(f"outputs of shapes {shown}", f"shapes that differ in dim {dim} only", instead)
     moved = [part.to(device, non_blocking=device.type == "cuda") for part in parts]
     return torch.cat(moved, dim) if moved[0].dim() > dim else torch.stack(moved)

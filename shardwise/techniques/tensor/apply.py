@@ -115,12 +115,12 @@ def lay_out(
     tensors = Tensors(axis, linear.Stream(axis, sp), linear.Stream(axis, split=False))
     spec = tensor_spec(model, table, sp, axis.size, layers=bool(layers))
     found, styles, known = tensor_layouts(spec, axis.size), spec.styles, spec.modules
-    hooks = _Hooks(model, tensors)
     random = tensors.random = rng.ShardedRandom(axis, model.modules())
     random.mark_outputs(model, styles, sp)
-    hooks.entered = [name for name, style in styles.items() if style.name == "gather"]
+    gathered = [name for name, style in styles.items() if style.name == "gather"]
     for name, style in styles.items():
-        hooks.hook(name, style, cuts(style, known[name], table, axis.size), known[name])
+        cut = cuts(style, known[name], table, axis.size)
+        _hook(model, tensors, name, style, cut, known[name], gathered)
         own = () if style.name in SUMMED else spec.params[name].items()
         if split := [key for key, full in own if full in found and found[full].cut]:
             guard_layer(model.get_submodule(name), split, name)
@@ -140,7 +140,6 @@ def lay_out(
 def _open_sums(
     model: nn.Module, world: World, tensors: Tensors, found: Mapping[str, AxisLayout]
 ) -> None:
-    """Open the groups that sum gradients; each backward pass sums shared spans."""
     axis, params = tensors.axis, dict(model.named_parameters())
     within = {name: _lines(on.cut) for name, on in found.items() if on.cut}
     every = {groups for on in found.values() if (groups := on.groups)}
@@ -158,39 +157,43 @@ def _lines(cut: Cut) -> Groups:
     return tuple(dict.fromkeys(lines)) if any(len(line) > 1 for line in lines) else ()
 
 
-class _Hooks:
-    def __init__(self, model: nn.Module, tensors: Tensors) -> None:
-        self.model, self.axis = model, tensors.axis
-        self.stream, self.whole = tensors.stream, tensors.whole
-        self.entered: list[str] = []  # modules whose inputs are gathered
-
-    def hook(self, name: str, style: Style, cut: Cut | None, shape: ModuleShape) -> None:
-        """Set the hooks of one module; the last one set runs first, and user hooks run last."""
-        module = self.model.get_submodule(name)
-        stream = self.whole if style.by == "whole" else self.stream
-        entered = any(name.startswith(f"{outer}.") for outer in self.entered)
-        match style.name, cut:
-            case "vocabulary", Cut() if isinstance(module, nn.Embedding):
-                straight = style.by == "sequence" or not stream.split
-                sequence.embed(module, self.axis, cut, stream.leave if straight else stream.sum)
-            case "vocabulary", Cut():
-                sequence.change_output(module, lambda y: sharded_logits(y, self.axis, cut, stream))
-                linear.columns(module, stream, shape.transposed, entered)
-            case "colwise", _:
-                linear.columns(module, stream, shape.transposed, entered)
-            case "colwise_gather_output", Cut():
-                sequence.change_output(module, partial(stream.join, cut=cut))
-                linear.columns(module, stream, shape.transposed, entered)
-            case "rowwise", _:
-                sequence.rows(module, stream, linear.is_linear(module))
-            case "rowwise_split_input", Cut():
-                sequence.change_input(module, partial(stream.take, cut=cut))
-                sequence.rows(module, stream, linear.is_linear(module))
-            case "gather", _:
-                sequence.gather_input(module, stream)
-            case "split", _:
-                sequence.change_input(module, stream.scatter)
-            case "sequence", _ if style.by == "join":
-                sequence.change_output(module, stream.unsplit)
-            case _:
-                pass
+def _hook(
+    model: nn.Module,
+    tensors: Tensors,
+    name: str,
+    style: Style,
+    cut: Cut | None,
+    shape: ModuleShape,
+    gathered: Sequence[str],
+) -> None:
+    """Set the hooks of one module; the last one set runs first, and user hooks run last. The inputs
+    of modules in those of `gathered` are there already.
+    """
+    module = model.get_submodule(name)
+    stream = tensors.whole if style.by == "whole" else tensors.stream
+    entered = any(name.startswith(f"{outer}.") for outer in gathered)
+    match style.name, cut:
+        case "vocabulary", Cut() if isinstance(module, nn.Embedding):
+            straight = style.by == "sequence" or not stream.split
+            sequence.embed(module, tensors.axis, cut, stream.leave if straight else stream.sum)
+        case "vocabulary", Cut():
+            sequence.change_output(module, lambda y: sharded_logits(y, tensors.axis, cut, stream))
+            linear.columns(module, stream, shape.transposed, entered)
+        case "colwise", _:
+            linear.columns(module, stream, shape.transposed, entered)
+        case "colwise_gather_output", Cut():
+            sequence.change_output(module, partial(stream.join, cut=cut))
+            linear.columns(module, stream, shape.transposed, entered)
+        case "rowwise", _:
+            sequence.rows(module, stream, linear.is_linear(module))
+        case "rowwise_split_input", Cut():
+            sequence.change_input(module, partial(stream.take, cut=cut))
+            sequence.rows(module, stream, linear.is_linear(module))
+        case "gather", _:
+            sequence.gather_input(module, stream)
+        case "split", _:
+            sequence.change_input(module, stream.scatter)
+        case "sequence", _ if style.by == "join":
+            sequence.change_output(module, stream.unsplit)
+        case _:
+            pass

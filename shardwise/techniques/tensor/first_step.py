@@ -93,7 +93,6 @@ def compare(engine: Engine, given: Plain, batch: Any) -> None:
 
 
 def _losses(engine: Engine, given: Plain, batch: Any) -> tuple[tuple[float, float], bool]:
-    """The losses of the two copies on this rank's rows; zeros without rows or if they draw."""
     world = engine.world
     dtype = torch.float32 if engine.dtype in HALF else engine.dtype
     plain = _with_weights(engine, given, dtype)
@@ -160,7 +159,6 @@ def _drew(device: torch.device) -> bool:
 
 
 def _fits(needed: int, world: World) -> bool:
-    """Whether every rank has `needed` bytes free; ranks of one host share its memory."""
     everyone = all_gather_object(free_bytes(world), world)
     hosts = [host for host, _ in everyone]
     return all(free >= needed * hosts.count(host) for host, free in everyone)
@@ -251,24 +249,21 @@ class _Rounding(TorchDispatchMode):
 
 
 def _differs(plain: float, sharded: float, engine: Engine, table: Table | None) -> Exception:
+    losses = f"in the first step the loss is {sharded:.9g} instead of {plain:.9g}"
     if engine.plan.cp > 1:
         return bad(
             f"a model or a loss under '{engine.plan}' that does not compute on some positions what "
-            f"it computes on all: in the first step the loss is {sharded:.9g} instead of "
-            f"{plain:.9g}",
+            f"it computes on all: {losses}",
             "code in which only F.scaled_dot_product_attention reads other positions, and a loss "
             "that is a mean over the labels, counted by tokens=",
-            "labels that are shifted in the batch, positions from torch.arange or a sliced "
-            "parameter or buffer (docs/explanation/context.md); 'shardwise verify' proves a model",
+            "labels that are shifted in the batch (docs/explanation/context.md)",
         )
     derived = table is not None and table.derived
     return bad(
         f"a {'derived table' if derived else 'table of styles'} under '{engine.plan}', by which "
-        "the model does not compute what it computes on one rank: in the first step the loss is "
-        f"{sharded:.9g} instead of {plain:.9g}",
-        "styles under which the code of each module computes its part: where it has a number of "
-        "heads, or of features, each rank needs its own (`h / h.shape[-1]` divides by a rank's own "
-        "features)",
+        f"the model does not compute what it computes on one rank: {losses}",
+        "styles under which the code of each module computes its part, with a rank's own number "
+        "of heads or features",
         'Table.of({...}, heads=8, sets={"*.attn": {"heads": "heads"}}), or a table without these '
         "layers; 'shardwise verify' names the first tensor that differs (docs/how-to/tables.md)",
     )

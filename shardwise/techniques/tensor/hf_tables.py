@@ -128,7 +128,6 @@ def _read(model: nn.Module, kind: str, plan: Mapping[str, str]) -> Table:
 
 
 def _by_heads(key: str, style: str) -> str:
-    """Layers of attention are sharded by whole heads."""
     parts = key.split(".")
     if not any("attn" in part or "attention" in part for part in parts[:-1]):
         return style

@@ -151,7 +151,6 @@ class ShardedRandom(TorchFunctionMode):
                 model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
 
     def _mark(self, sharded: bool, _: nn.Module, args: Any, last: Any) -> None:
-        """A forward hook, of its output; a forward pre-hook, of its first tensor argument."""
         inputs = (*args[:1], *last.values()) if isinstance(last, dict) else (last,)
         for x in list(_tensors(inputs))[:1]:
             self.sharded[x] = sharded

@@ -188,7 +188,6 @@ def _copies(module: nn.Module) -> tuple[str, ...]:
 
 
 def _require(module: nn.Module, name: str, style: str) -> None:
-    """Raise InputError for adapters that need a whole weight, or a whole sequence."""
     if len(getattr(module, "lora_magnitude_vector", ())):
         raise bad(
             f'tensor parallelism of {name}, of the style "{style}", with adapters of peft with '

@@ -82,7 +82,6 @@ class _Fault:
 
 
 def _merged(faults: Iterator[_Fault] | list[_Fault]) -> Iterator[Problem]:
-    """One problem for each kind of fault, with the number of modules that have it."""
     kinds: dict[tuple[str, str], list[_Fault]] = {}
     for fault in faults:
         kinds.setdefault((general(fault.name), fault.what), []).append(fault)
@@ -120,7 +119,6 @@ def _allowed_kinds(style: Style) -> tuple[str, ...]:
 
 
 def _heads(placed: _Placed) -> Iterator[Problem]:
-    """Numbers of heads that are missing, do not divide, or are fewer than the ranks."""
     table, counting = placed.table, [name for name, s in placed.styles.items() if s.by_heads]
     counting += [pattern for pattern, _ in table.sets]
     keys = table.keys or table.heads
@@ -140,7 +138,6 @@ def _heads(placed: _Placed) -> Iterator[Problem]:
 
 
 def _sizes(placed: _Placed) -> Iterator[_Fault]:
-    """Features that heads or parts do not divide, and fewer features than ranks."""
     for name, style in placed.styles.items():
         shape = placed.modules[name]
         rows = style.name == "vocabulary" and shape.kind == "embedding"

@@ -178,12 +178,11 @@ def tiled_layers(model: nn.Module, plan: Plan) -> dict[str, nn.Linear]:
             "the plan without tile",
         )
     least = min(chosen, key=lambda name: chosen[name].out_features)
-    if chosen[least].out_features < asked.number:
-        features = chosen[least].out_features
+    if (features := chosen[least].out_features) < asked.number:
         raise bad(
             f"tile:{plan.tile} and the layer {least} with {features} output features",
             "as many tiles as the layer has output features, or fewer",
-            f"tile:{features}" if features > 1 else "other layers, as in tile:2=head",
+            f"tile:{features}, or other layers, as in tile:2=head",
         )
     return chosen
 

@@ -54,7 +54,6 @@ def parse(text: str) -> TileWord:
 
 
 def _problems(plan: "Plan", _: int | None) -> Iterator[Problem]:
-    """Tiles that would not be freed, or with words that do not go with them."""
     if plan.tile is None or not (why := _no_tiles(plan)):
         return
     allowed = "tile with zero3, or with offload:param, which free a tile after its use; with "

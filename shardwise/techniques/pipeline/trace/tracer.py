@@ -239,7 +239,6 @@ class Tracer:
         metas: Sequence[Tensor],
         versions: Sequence[int],
     ) -> Any:
-        """Record an event: a layer, or an operation that returns tensors or writes to some."""
         with torch._C.DisableTorchFunctionSubclass():
             changed = [i for i, x in enumerate(metas) if x._version != versions[i]]
             made = leaves(out, Tensor)
@@ -346,7 +345,6 @@ class Tracer:
     def _crossed(
         self, stages: int
     ) -> tuple[tuple[tuple[int, ...], ...], dict[int, Spec], dict[int, tuple[int, ...]]]:
-        """What crosses between the first `stages` stages: numbers, specs, memory orders."""
         values = self.values
         crossed = crossing([v.stages for v in values], [sorted(v.uses) for v in values], stages)
         numbers = {number for bundle in crossed for number in bundle}
