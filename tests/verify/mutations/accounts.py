@@ -41,21 +41,8 @@ from shardwise.techniques.recompute.host_activations import (
 from shardwise.techniques.recompute.kept import Inputs
 from shardwise.techniques.tile import apply as tiling
 from shardwise.techniques.tile.apply import TiledForward
-from tests.verify.mutations.mutation import (
-    Act,
-    Change,
-    Patch,
-    Rows,
-    after,
-    all_of,
-    arguments,
-    around,
-    before,
-    drop,
-    everywhere,
-    instead,
-    result,
-)
+from tests.verify.mutations import mutation as by
+from tests.verify.mutations.mutation import Rows
 
 ROWS = Rows()
 
@@ -73,9 +60,9 @@ def keep_weights(engine: Engine) -> None:
     keep(engine, [flat.shard.clone() for flat in engine.flats])
 
 
-def shown(name: str, act: Act) -> Change:
+def shown(name: str, act: by.Act) -> by.Change:
     """`act(boxes, rank)` for what a rank shows."""
-    return result(Engine, name, lambda boxes, engine: act(boxes, engine.world.rank))
+    return by.result(Engine, name, lambda boxes, engine: act(boxes, engine.world.rank))
 
 
 def all_the_first(boxes: list[Any], _: int) -> list[Any]:
@@ -88,17 +75,17 @@ def first_moment_zero(boxes: list[Any], _: int) -> list[Any]:
     return [*boxes[:at], zero_box, *boxes[at + 1 :]]
 
 
-def forgotten(which: Act) -> Change:
+def forgotten(which: by.Act) -> by.Change:
     """What is loaded over those of the optimizer's states is not kept."""
 
     def loaded(engine: Engine) -> None:
         for value in filter(which, leaves([*engine.optimizer.state.values()], Tensor)):
             value.zero_()
 
-    return after(Engine, "loaded", loaded)
+    return by.after(Engine, "loaded", loaded)
 
 
-def second_copy(every: int) -> Change:
+def second_copy(every: int) -> by.Change:
     """Of what is gathered, until it is freed; of each gather, or of every second one."""
 
     def gathered(flat: Flat) -> None:
@@ -106,26 +93,26 @@ def second_copy(every: int) -> Change:
         if flat.reshards and flat.__dict__["gathers"] % every == 0:
             flat.__dict__["second"] = flat.full.clone()
 
-    freed = after(Flat, "reshard", lambda flat: flat.__dict__.pop("second", None))
-    return all_of(after(Flat, "unshard", gathered), freed)
+    freed = by.after(Flat, "reshard", lambda flat: flat.__dict__.pop("second", None))
+    return by.all_of(by.after(Flat, "unshard", gathered), freed)
 
 
-def kept_in_a_step(owner: Any, name: str, value: Act) -> Change:
+def kept_in_a_step(owner: Any, name: str, value: by.Act) -> by.Change:
     """`value(result, *args)` of a function stays alive until the step of any rank ends."""
 
-    def apply(patch: Patch) -> None:
+    def apply(patch: by.Patch) -> None:
         kept: list[Any] = []
-        seen = result(owner, name, lambda x, *of: (kept.append(value(x, *of)), x)[1])
-        all_of(seen, after(Engine, "_settle", lambda *_: kept.clear()))(patch)
+        seen = by.result(owner, name, lambda x, *of: (kept.append(value(x, *of)), x)[1])
+        by.all_of(seen, by.after(Engine, "_settle", lambda *_: kept.clear()))(patch)
 
     return apply
 
 
-def zero2_as_zero1(patch: Patch) -> None:
+def zero2_as_zero1(patch: by.Patch) -> None:
     patch.setitem(zero.ROWS, "zero2", zero.ROWS["zero1"])
 
 
-def one_f_one_b_as_gpipe(patch: Patch) -> None:
+def one_f_one_b_as_gpipe(patch: by.Patch) -> None:
     gpipe = replace(library.LIBRARY["1f1b"], build=library.LIBRARY["gpipe"].build)
     patch.setitem(library.LIBRARY, "1f1b", gpipe)
     patch.setattr(plan_check, "_lowered", plan_check._lowered.__wrapped__)  # without a cache
@@ -133,35 +120,35 @@ def one_f_one_b_as_gpipe(patch: Patch) -> None:
 
 ROWS |= {
     # --- bytes ------------------------------------------------------------------------------------
-    "half of an all-reduce counted [dp2] bytes": arguments(
+    "half of an all-reduce counted [dp2] bytes": by.arguments(
         transport, "volume", lambda kind, n, *of: (kind, n // (1 + (kind == "all_reduce")), *of)
     ),
-    "one more all-reduce [dp2 zero1] bytes": before(Engine, "_settle", a_sum_more),
-    "an all-reduce between steps [dp2 zero2] bytes": before(Engine, "step", a_sum_more),
+    "one more all-reduce [dp2 zero1] bytes": by.before(Engine, "_settle", a_sum_more),
+    "an all-reduce between steps [dp2 zero2] bytes": by.before(Engine, "step", a_sum_more),
     # --- memory -----------------------------------------------------------------------------------
-    "a clone of each unit kept [dp2 zero1] memory": after(
+    "a clone of each unit kept [dp2 zero1] memory": by.after(
         Flat, "__init__", lambda flat, *_: keep(flat, flat.shard.clone())
     ),
-    "all weights leak at each step [dp2 zero3] memory": before(
+    "all weights leak at each step [dp2 zero3] memory": by.before(
         Engine, "step", lambda engine, _: keep_weights(engine)
     ),
-    "a leak from the sixth step on [dp2] memory": before(
+    "a leak from the sixth step on [dp2] memory": by.before(
         Engine, "step", lambda engine, _: engine.steps >= 5 and keep_weights(engine)
     ),
-    "units not freed [dp2 zero3] memory": instead(
+    "units not freed [dp2 zero3] memory": by.instead(
         Flat, "reshard", lambda flat: flat.reshards and flat.to_sharded()
     ),
-    "gradients that were sent kept [dp2 zero2] memory": after(
+    "gradients that were sent kept [dp2 zero2] memory": by.after(
         FlatGradient, "_arrived", lambda g, _, sent: g.__dict__.update(kept_alive=sent)
     ),
-    "messages kept [pp2 1f1b:4] memory": result(
+    "messages kept [pp2 1f1b:4] memory": by.result(
         _Post, "receive", lambda got, post, _: keep(post.work.stages, got) or got
     ),
-    "units are aligned to elements [dp2 zero3 of gpt] memory": everywhere(
+    "units are aligned to elements [dp2 zero3 of gpt] memory": by.everywhere(
         flatten, "flatten", lambda real, numels, _, ranks: real(numels, 1, ranks)
     ),
     # the second gradients of delayed updates
-    "host memory in no list [dp2 zero1 offload:optim-delayed=0] memory": everywhere(
+    "host memory in no list [dp2 zero1 offload:optim-delayed=0] memory": by.everywhere(
         memory,
         "gradients_of",
         lambda real, flat: [t for t in real(flat) if t is not flat.grads.other_host_grad],
@@ -177,12 +164,14 @@ ROWS |= {
     "a moment saved as zeros [dp2]": shown("boxes", first_moment_zero),
     "moments forgotten in a load [dp2 zero2]": forgotten(lambda value: value.dim() > 0),
     "step counts forgotten in a load [dp2 zero1]": forgotten(lambda value: value.dim() == 0),
-    "copies not refreshed after a load [dp2 zero1]": drop(state, "refresh"),
-    "a snapshot of views [dp1] tests": instead(pending, "snapshot", lambda *_: []),
+    "copies not refreshed after a load [dp2 zero1]": by.drop(state, "refresh"),
+    "a snapshot of views [dp1] tests": by.instead(pending, "snapshot", lambda *_: []),
     # --- within a step ----------------------------------------------------------------------------
     "a second copy of what is gathered [dp2 zero3 of gpt] moments": second_copy(1),
     "a second copy in backward [dp2 zero3 of gpt] moments": second_copy(2),
-    "inputs kept whole [tp2 recompute:partitioned of gpt] moments": before(Inputs, "_keep", keep),
+    "inputs kept whole [tp2 recompute:partitioned of gpt] moments": by.before(
+        Inputs, "_keep", keep
+    ),
     "copies on the host not dropped [dp2 activations:host of gpt] moments": kept_in_a_step(
         HostActivations, "keep", lambda x, *_: getattr(x, "stored", None)
     ),
@@ -192,33 +181,33 @@ ROWS |= {
     "sent gradients freed at the step's end [dp2 zero2 of gpt] moments": kept_in_a_step(
         FlatGradient, "_arrived", lambda *of: of[-1]
     ),
-    "the offset of a view lost [dp2 activations:host of fused]": after(
+    "the offset of a view lost [dp2 activations:host of fused]": by.after(
         Kept, "__init__", lambda kept, *_: setattr(kept, "view", (*kept.view[:2], 0))
     ),
     # --- what the words of a plan say -------------------------------------------------------------
     "zero2 as zero1 [dp2 zero2] memory": zero2_as_zero1,
     "1f1b as gpipe [pp2 1f1b:4] memory": one_f_one_b_as_gpipe,
-    "each extent twice [dp2 offload:optim@disk of wide] memory": around(
+    "each extent twice [dp2 offload:optim@disk of wide] memory": by.around(
         Disk,
         "allocate",
         lambda real, disk, name, *of: [real(disk, f"second {name}", *of), real(disk, name, *of)][1],
     ),
-    "plans of layers ignored [dp2 zero1 | blocks.0: zero3 of gpt] memory": arguments(
+    "plans of layers ignored [dp2 zero1 | blocks.0: zero3 of gpt] memory": by.arguments(
         Plan, "of_layers", lambda plan, _: (plan, 0)
     ),
-    "the last layer of a range left out [dp2 zero1 | blocks.0-2: zero3 of deep] memory": arguments(
+    "the last of a range left out [dp2 zero1 | blocks.0-2: zero3 of deep] memory": by.arguments(
         layer_plan, "_expanded", lambda pattern: (pattern.replace("0-2", "0-1"),)
     ),
-    "every block recomputed [recompute:every2 of gpt] memory": arguments(
+    "every block recomputed [recompute:every2 of gpt] memory": by.arguments(
         choice, "chosen", lambda model, what, blocks: (model, what and "full", blocks)
     ),
-    "a budget is doubled [dp2 recompute:24KiB of deep] memory": everywhere(
+    "a budget is doubled [dp2 recompute:24KiB of deep] memory": by.everywhere(
         recompute_word, "recompute_budget", lambda real, what: 2 * real(what)
     ),
-    "logits of tiles joined [dp2 zero3 tile:4=head of words] moments": around(
+    "logits of tiles joined [dp2 zero3 tile:4=head of words] moments": by.around(
         TiledForward, "__init__", lambda real, layer, tiles, **_: real(layer, tiles, logits=False)
     ),
-    "two tiles in one [dp2 zero3 tile:4=blocks.*.mlp.* of words] memory": arguments(
+    "two tiles in one [dp2 zero3 tile:4=blocks.*.mlp.* of words] memory": by.arguments(
         tiling, "even", lambda first, last, ranks: (first, last, max(1, ranks // 2))
     ),
 }

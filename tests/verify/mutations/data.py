@@ -21,21 +21,8 @@ from shardwise.techniques.data.flat.flat_parameter import Flat, State
 from shardwise.techniques.data.rerun import Rerun
 from shardwise.techniques.pipeline.passes import Passes
 from shardwise.verify.oracles.oracles import LOSS_SCALE
-from tests.verify.mutations.mutation import (
-    Act,
-    Change,
-    Rows,
-    after,
-    arguments,
-    around,
-    before,
-    beside,
-    drop,
-    instead,
-    nothing,
-    replaced,
-    result,
-)
+from tests.verify.mutations import mutation as by
+from tests.verify.mutations.mutation import Rows
 
 ROWS = Rows()
 HYBRID = "dp_replicate2 dp_shard2"
@@ -47,43 +34,43 @@ def counted_again(optimizer: ShardedOptimizer, *_: Any) -> None:
         state["step"] += 1
 
 
-def options(**values: Any) -> Change:
+def options(**values: Any) -> by.Change:
     def set_in(made: Any, *_: Any) -> Any:
         for group in made.param_groups:
             group.update(values)
         return made
 
-    return result(OptimizerSpec, "build", set_in)
+    return by.result(OptimizerSpec, "build", set_in)
 
 
-def after_sums(act: Act, first: Act = nothing) -> Change:
+def after_sums(act: by.Act, first: by.Act = by.nothing) -> by.Change:
     """`act(axis, x, out)` once a sum of gradients is there, `first(x)` before it begins."""
 
-    def start(real: Act, x: Any, axis: Any, src: Any, dst: Any, out: Any, **how: Any) -> Any:
+    def start(real: by.Act, x: Any, axis: Any, src: Any, dst: Any, out: Any, **how: Any) -> Any:
         if src != P:
             return real(x, axis, src, dst, out, **how)
         first(x)
         pending = real(x, axis, src, dst, out, **how)
         return Pending([pending.wait, lambda: act(axis, x, out)])
 
-    return around(flat_gradient, "start", start)
+    return by.around(flat_gradient, "start", start)
 
 
-def counting(act: Act) -> Change:
+def counting(act: by.Act) -> by.Change:
     """`act(count, engine)` for what a rank counts of a batch."""
-    return around(Engine, "_count", lambda real, engine, *of: act(real(engine, *of), engine))
+    return by.around(Engine, "_count", lambda real, engine, *of: act(real(engine, *of), engine))
 
 
-def after_gathers(act: Act) -> Change:
+def after_gathers(act: by.Act) -> by.Change:
     """`act(blocks)` once the blocks of all ranks are there."""
 
-    def start(real: Act, x: Any, axis: Any, src: Any, dst: Any, out: Any, **how: Any) -> Any:
+    def start(real: by.Act, x: Any, axis: Any, src: Any, dst: Any, out: Any, **how: Any) -> Any:
         pending = real(x, axis, src, dst, out, **how)
         if dst != R or src == P:
             return pending
         return Pending([pending.wait, lambda: act(out.view(axis.size, -1))])
 
-    return around(flat_parameter, "start", start)
+    return by.around(flat_parameter, "start", start)
 
 
 def truncated(master: Any) -> Any:
@@ -93,76 +80,76 @@ def truncated(master: Any) -> Any:
 
 ROWS |= {
     # --- the optimizer ----------------------------------------------------------------------------
-    "gradients 1.0001 times as large [dp2 zero1]": arguments(
+    "gradients 1.0001 times as large [dp2 zero1]": by.arguments(
         ShardedOptimizer, "begin", lambda o, flats, f: (o, flats, times(f, 1.0001))
     ),
     "weight decay dropped [dp2]": options(weight_decay=0.0),
     "other betas [dp2 zero2]": options(betas=(0.9, 0.999)),
     "another epsilon [dp2 zero3]": options(eps=1e-8),
-    "clipping at half [dp2 zero2]": arguments(
+    "clipping at half [dp2 zero2]": by.arguments(
         step_end, "shrink", lambda clip, norm: (clip and clip / 2, norm)
     ),
-    "an update made twice [dp2 zero3]": around(
+    "an update made twice [dp2 zero3]": by.around(
         ShardedOptimizer,
         "begin",
         lambda real, o, f, *of, **how: [real(o, f, *of, **how)(), real(o, f, Factor(1.0))][1],
     ),
-    "steps are counted double [dp2 zero1]": after(ShardedOptimizer, "publish", counted_again),
-    "a frozen parameter trained [dp2] error": before(
+    "steps are counted double [dp2 zero1]": by.after(ShardedOptimizer, "publish", counted_again),
+    "a frozen parameter trained [dp2] error": by.before(
         Flat, "__init__", lambda _, params, *__: [p.requires_grad_(True) for _, p in params]
     ),
     # --- gradients and their sums -----------------------------------------------------------------
     "a mean of ranks for a sum [dp2]": after_sums(lambda axis, _, out: out.div_(axis.size)),
     "gradients summed in fp32 [dp2 zero3]": after_sums(
-        nothing, lambda x: x.copy_(x.float().double())
+        by.nothing, lambda x: x.copy_(x.float().double())
     ),
-    f"replicas not summed [{HYBRID} zero2]": drop(FlatGradient, "begin_further"),
-    f"replicas summed over the shard axis [{HYBRID} zero3]": arguments(
+    f"replicas not summed [{HYBRID} zero2]": by.drop(FlatGradient, "begin_further"),
+    f"replicas summed over the shard axis [{HYBRID} zero3]": by.arguments(
         FlatGradient,
         "_sum_over",
         lambda grads, axes: (grads, axes and [grads.local.axis(grads.moves.sums[0])]),
     ),
-    "an earlier microbatch's sum lost [dp2 zero2 accumulate:2]": before(
+    "an earlier microbatch's sum lost [dp2 zero2 accumulate:2]": by.before(
         FlatGradient, "_arrived", lambda g, *_: setattr(g, "valid", [False] * len(g.valid))
     ),
-    "gradients that are not finite used [dp2 zero1]": drop(Guard, "see"),
-    "gradients of a rerun kept [dp2 zero2] tests": beside(Rerun, "_collected", counts=True),
+    "gradients that are not finite used [dp2 zero1]": by.drop(Guard, "see"),
+    "gradients of a rerun kept [dp2 zero2] tests": by.beside(Rerun, "_collected", counts=True),
     # --- tokens -----------------------------------------------------------------------------------
     "ranks weigh the same [dp2 zero1]": counting(lambda count, _: min(1, count)),
     "a token too many on a rank [dp2 zero2]": counting(lambda n, engine: n + engine.data_rank % 2),
     "a rank without rows counts one [dp2 zero2]": counting(lambda count, _: max(1, count)),
-    "not divided by the tokens [dp2 zero3]": arguments(
+    "not divided by the tokens [dp2 zero3]": by.arguments(
         ShardedOptimizer, "update", lambda o, _, arriving: (o, Factor(1.0), arriving)
     ),
-    "every microbatch weighs the same [dp2]": instead(
+    "every microbatch weighs the same [dp2]": by.instead(
         LossWeights, "of", lambda weights, *_: weights.totals.new_ones(())
     ),
-    "an empty microbatch leaves its rank out [dp2 accumulate:2] error": arguments(
+    "an empty microbatch leaves its rank out [dp2 accumulate:2] error": by.arguments(
         Passes,
         "run",
         lambda one, parts, counts, *of: (one, parts, [n * all(counts) for n in counts], *of),
     ),
-    "stand-ins count in an evaluation [dp2 zero2]": arguments(
+    "stand-ins count in an evaluation [dp2 zero2]": by.arguments(
         Engine, "evaluate", lambda engine, batch: (engine, filled(batch))
     ),
     # --- parameters -------------------------------------------------------------------------------
     "a lost block of weights [dp2 zero3]": after_gathers(lambda blocks: blocks[-1].zero_()),
     "blocks in another order [dp2 zero1]": after_gathers(lambda b: b.copy_(b.flip(0))),
-    "a buffer not sent [dp2 zero1] bytes": drop(Buffers, "refresh"),
+    "a buffer not sent [dp2 zero1] bytes": by.drop(Buffers, "refresh"),
     # --- precision --------------------------------------------------------------------------------
-    "the loss scale left in [dp2 zero1 fp16 of gpt]": result(
+    "the loss scale left in [dp2 zero1 fp16 of gpt]": by.result(
         step_end, "shrink", lambda found, *_: found * LOSS_SCALE
     ),
-    "unscaled in 16 bits [dp2 zero1 fp16 of gpt]": arguments(
+    "unscaled in 16 bits [dp2 zero1 fp16 of gpt]": by.arguments(
         ShardedOptimizer,
         "_attach",
         lambda o, k, of, scale=1.0: (o, k, (None if of[0] is None else of[0] * scale, of[1])),
     ),
     # --- the loss scale ---------------------------------------------------------------------------
-    "the loss scale never rises [dp2 fp16]": before(
+    "the loss scale never rises [dp2 fp16]": by.before(
         LossScale, "update", lambda scale, *_: setattr(scale, "good", 0)
     ),
-    "a skipped step is counted [dp2 fp16]": after(ShardedOptimizer, "skip", counted_again),
+    "a skipped step is counted [dp2 fp16]": by.after(ShardedOptimizer, "skip", counted_again),
 }
 
 
@@ -281,7 +268,7 @@ def masters_truncated(real, states: ShardedOptimizer, flat: Flat) -> None:
 @ROWS.around("dp2 zero1 offload:optim bf16 of gpt", ShardedOptimizer, "publish")
 def masters_on_the_host_truncated(real, states: ShardedOptimizer, *args: Any) -> None:
     masters = {k: truncated(master) for k, master in states.masters.items()}
-    with replaced(states, masters=masters):
+    with by.replaced(states, masters=masters):
         real(states, *args)
 
 

@@ -31,7 +31,7 @@ ROW = re.compile(r"(.+) \[(.+?)(?: of (\w+))?\](?: (.+))?")
 @dataclass(frozen=True)
 class Mutation:
     """A sabotage. `refused_by` is one of parity, bytes, memory, coverage and error. What a proof
-    does not state is a fact of the engine (facts.py), or `tests`, which `make mutants` judges.
+    does not state is a fact of the engine (FACTS), or `tests`, which `make mutants` judges.
     """
 
     name: str

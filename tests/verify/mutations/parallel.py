@@ -33,32 +33,19 @@ from shardwise.techniques.tensor import apply as tensor_parallel
 from shardwise.techniques.tensor import linear as tensor_file
 from shardwise.techniques.tensor.linear import InputGradient, Stream, _Leave
 from shardwise.techniques.tensor.sequence import _Bias
-from tests.verify.mutations.mutation import (
-    Act,
-    Change,
-    Rows,
-    all_of,
-    arguments,
-    around,
-    before,
-    beside,
-    drop,
-    instead,
-    replaced,
-    result,
-    skip,
-)
+from tests.verify.mutations import mutation as by
+from tests.verify.mutations.mutation import Rows
 
 ROWS = Rows()
 
 
-def cut_of_words(act: Act) -> Change:
+def cut_of_words(act: by.Act) -> by.Change:
     """`act(first, last)` for the words that a rank has."""
 
     def embed(module: Any, axis: Any, cut: Any, finish: Any) -> Any:
         return module, axis, replace(cut, ranges=tuple((act(*r),) for (r,) in cut.ranges)), finish
 
-    return arguments(tensor_parallel.sequence, "embed", embed)
+    return by.arguments(tensor_parallel.sequence, "embed", embed)
 
 
 def begin(entry: InputGradient) -> None:
@@ -68,7 +55,7 @@ def begin(entry: InputGradient) -> None:
     entry.pending = Pending([lambda: grad])
 
 
-always_counted = instead(optimizer_file, "counts", lambda _: True)
+always_counted = by.instead(optimizer_file, "counts", lambda _: True)
 
 
 def merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
@@ -82,7 +69,7 @@ def twice(_: Data, p: torch.nn.Parameter) -> None:
     p.grad = None if p.grad is None else 2 * p.grad
 
 
-def balanced(model: Any, plan: Any, *of: Any, real: Act = stage_module.stage_starts) -> Any:
+def balanced(model: Any, plan: Any, *of: Any, real: by.Act = stage_module.stage_starts) -> Any:
     return real(model, replace(plan, stages=None), *of)
 
 
@@ -96,12 +83,12 @@ def another_stages_input(patch: Any) -> None:
         like = [tuple(x.shape) for x in earlier] == [tuple(x.shape) for x in given]
         return real(work, stage, i, [x.clone() for x in earlier] if stage >= 2 and like else given)
 
-    around(StageWork, "forward", first)(patch)
+    by.around(StageWork, "forward", first)(patch)
 
 
-def chosen(act: Act) -> Change:
+def chosen(act: by.Act) -> by.Change:
     """`act(choice, gate)` for what a gate chooses."""
-    return result(Gate, "choose", lambda choice, gate, *_: act(choice, gate))
+    return by.result(Gate, "choose", lambda choice, gate, *_: act(choice, gate))
 
 
 def in_the_weights(found: Choice, logits: Tensor, k: int, bias: Tensor) -> Choice:
@@ -116,40 +103,40 @@ def first_to_the_next(choice: Choice, gate: Gate) -> Choice:
 
 
 without_a_gradient = chosen(lambda choice, _: replace(choice, weights=choice.weights.detach()))
-one_more = result(routing, "capacity_of", lambda n, factor, *_: n if factor is None else n + 1)
+one_more = by.result(routing, "capacity_of", lambda n, factor, *_: n if factor is None else n + 1)
 next_expert = chosen(lambda c, gate: replace(c, experts=(c.experts + 1) % gate.experts))
 
 
 ROWS |= {
     # --- tensor and sequence parallelism ----------------------------------------------------------
-    "rows not summed [tp2 of gpt] error": instead(Stream, "sum", lambda _, y, *__: y),
-    "columns not summed backward [tp2 of gpt] error": instead(InputGradient, "begin", begin),
-    "a bias added by every rank [tp2]": drop(_Bias, "remove"),
+    "rows not summed [tp2 of gpt] error": by.instead(Stream, "sum", lambda _, y, *__: y),
+    "columns not summed backward [tp2 of gpt] error": by.instead(InputGradient, "begin", begin),
+    "a bias added by every rank [tp2]": by.drop(_Bias, "remove"),
     "the vocabulary off by one [tp2 of gpt]": cut_of_words(lambda a, b: (a + 1, b + 1)),
     "a row of the embedding missing [tp2 of gpt]": cut_of_words(lambda a, b: (a, b - 1)),
-    "rows of words that are elsewhere [tp2 of gpt]": around(
+    "rows of words that are elsewhere [tp2 of gpt]": by.around(
         Tensor,
         "masked_fill_",
         lambda real, x, mask, value: x if mask.shape[-1:] == (1,) else real(x, mask, value),
     ),
-    "softmax over a rank's own words [tp2 of gpt] error": around(
+    "softmax over a rank's own words [tp2 of gpt] error": by.around(
         loss_file,
         "all_reduce",
         lambda real, x, axis, op="sum": x if op == "sum" else real(x, axis, op),
     ),
-    "targets off by one [tp2 of gpt]": result(
+    "targets off by one [tp2 of gpt]": by.result(
         loss_file, "known_classes", lambda found, *args: (found + 1) % args[2]
     ),
-    "a z-loss twice as large [tp2 of squared]": arguments(
+    "a z-loss twice as large [tp2 of squared]": by.arguments(
         loss_file._Losses, "apply", lambda *args: (*args[:-1], replace(args[-1], z=2 * args[-1].z))
     ),
-    "a sequence not gathered backward [tp2 sp of gpt]": instead(
+    "a sequence not gathered backward [tp2 sp of gpt]": by.instead(
         _Leave,
         "backward",
         lambda ctx, grad: (torch.cat([grad] * ctx.axis.size, grad.dim() - 2), None, None),
     ),
-    "norms not summed over shards [tp2 sp of gpt] error": drop(FlatGradient, "begin_further"),
-    "shards in another order [tp2 sp of gpt]": result(
+    "norms not summed over shards [tp2 sp of gpt] error": by.drop(FlatGradient, "begin_further"),
+    "shards in another order [tp2 sp of gpt]": by.result(
         tensor_file,
         "all_gather_along",
         lambda found, _, axis, dim: torch.cat(found.chunk(axis.size, dim)[::-1], dim),
@@ -157,45 +144,45 @@ ROWS |= {
     "equal copies in the norm twice [tp2 of gpt]": always_counted,
     # --- context parallelism ----------------------------------------------------------------------
     # every rank rotates as if it had the first positions
-    "the first positions on every rank [cp2 of gpt]": instead(
+    "the first positions on every rank [cp2 of gpt]": by.instead(
         Sequences,
         "positions",
         lambda of, device: torch.arange(of.numel, dtype=torch.int64, device=device),
     ),
     # queries do not see the keys of the next rank
-    "a block of the ring left out [cp2 of gpt]": skip(
+    "a block of the ring left out [cp2 of gpt]": by.skip(
         Ring, "part", lambda ring, *of: of[-1] == (ring.axis.rank + 1) % ring.axis.size
     ),
-    "blocks without weights [cp2 of gpt]": instead(block, "merge", merge),
-    "ranks with more positions weigh the same [cp2 of gpt]": instead(
+    "blocks without weights [cp2 of gpt]": by.instead(block, "merge", merge),
+    "ranks with more positions weigh the same [cp2 of gpt]": by.instead(
         PositionShards, "weight", lambda _, count, *__: count
     ),
     # ranks have each other's positions of the batch, and not of the rotation
-    "another rank's positions [cp2 of gpt] error": arguments(
+    "another rank's positions [cp2 of gpt] error": by.arguments(
         cut_batch, "shard", lambda x, cut, rank, dim: (x, cut, (rank + 1) % cut.ranks, dim)
     ),
-    "heads in another order [cp2:ulysses of gpt]": result(
+    "heads in another order [cp2:ulysses of gpt]": by.result(
         attention, "_to_positions", lambda found, *_: found.flip(1)
     ),
     # --- pipelines: what crosses, in which order, with which weights ------------------------------
-    "zeros sent back [pp2 zb-v:4]": result(
+    "zeros sent back [pp2 zb-v:4]": by.result(
         StageWork, "_grads_back", lambda sent, *_: [torch.zeros_like(x) for x in sent]
     ),
-    "a weight's gradient never made [pp2 zb-h1:4]": skip(
+    "a weight's gradient never made [pp2 zb-h1:4]": by.skip(
         StageWork, "weights", lambda *of: not of[2]
     ),
-    "gradients doubled [pp2 naive]": before(Data, "collected", twice),
-    "a stage not reduced [pp2 dp2 dapple:2]": all_of(
-        skip(Data, "reduce_stage", lambda _, stage: not stage), drop(Data, "reduce_last")
+    "gradients doubled [pp2 naive]": by.before(Data, "collected", twice),
+    "a stage not reduced [pp2 dp2 dapple:2]": by.all_of(
+        by.skip(Data, "reduce_stage", lambda _, stage: not stage), by.drop(Data, "reduce_last")
     ),
-    "tied weights not summed [pp2 1f1b:2 of tied]": drop(FlatGradient, "begin_further"),
-    "the norm of a rank's own stages [pp2 bfs:4x2]": beside(
+    "tied weights not summed [pp2 1f1b:2 of tied]": by.drop(FlatGradient, "begin_further"),
+    "the norm of a rank's own stages [pp2 bfs:4x2]": by.beside(
         step_end, "squares", stages=Axis("none")
     ),
-    "the newest weights in place of the stashed [pp2 pipedream:4 of gpt]": arguments(
+    "the newest weights in place of the stashed [pp2 pipedream:4 of gpt]": by.arguments(
         Stale, "_show", lambda stale, stage, _: (stale, stage, stale._newest(stage))
     ),
-    "a version off by one [pp2 pipedream:4]": arguments(
+    "a version off by one [pp2 pipedream:4]": by.arguments(
         Stale,
         "_show",
         lambda stale, stage, version: (
@@ -203,16 +190,16 @@ ROWS |= {
             max((v for v in stale.kept[stage] if v < version), default=version),
         ),
     ),
-    "versions in one place in memory [pp2 pipedream:4]": instead(
+    "versions in one place in memory [pp2 pipedream:4]": by.instead(
         Flat, "renew", lambda flat: flat.point_at(flat.full)
     ),
     # the stages whose blocks the plan counts are balanced
-    "counted blocks ignored [pp2 gpipe:2 stages:3,1 of deep] tests": instead(
+    "counted blocks ignored [pp2 gpipe:2 stages:3,1 of deep] tests": by.instead(
         parallelize,
         "stage_module",
         SimpleNamespace(**{**vars(stage_module), "stage_starts": balanced}),
     ),
-    "stages in reverse [pp2 gpipe:2 stages:3,1 of deep] tests": arguments(
+    "stages in reverse [pp2 gpipe:2 stages:3,1 of deep] tests": by.arguments(
         stage_module,
         "stage_starts",
         lambda model, plan, *of: (model, replace(plan, stages=plan.stages[::-1]), *of),
@@ -224,23 +211,23 @@ ROWS |= {
     "a router without a gradient [dp2 ep2 of moe]": without_a_gradient,
     "a capacity of one more [dp2 ep2 of moe]": one_more,
     # the k weights are divided by the sum of all E probabilities, which is 1
-    "weights not normalised over k [dp2 ep2 of moe]": around(
+    "weights not normalised over k [dp2 ep2 of moe]": by.around(
         gates, "topk_softmax_before", lambda real, logits, k, **_: real(logits, k, normalised=False)
     ),
-    "the scale of experts forgotten [dp2 of moe]": arguments(
+    "the scale of experts forgotten [dp2 of moe]": by.arguments(
         Gate, "route", lambda gate, *args: (replace(gate, scale=1.0), *args)
     ),
     "a balance of first choices [dp2 of moe]": chosen(
         lambda choice, _: replace(choice, balance_choices=1)
     ),
-    "a variation not squared [dp2 of moe]": result(
+    "a variation not squared [dp2 of moe]": by.result(
         gates, "squared_variation", lambda found, _: found.sqrt()
     ),
-    "a bias in the weights [dp2 ep2 of sigmoid]": result(gates, "sigmoid", in_the_weights),
-    "a bias the wrong way [dp2 of sigmoid]": before(
+    "a bias in the weights [dp2 ep2 of sigmoid]": by.result(gates, "sigmoid", in_the_weights),
+    "a bias the wrong way [dp2 of sigmoid]": by.before(
         MoE, "forward", lambda layer, *_: setattr(layer, "bias_rate", -abs(layer.bias_rate))
     ),
-    "experts that choose too few [dp2 of choice]": arguments(
+    "experts that choose too few [dp2 of choice]": by.arguments(
         gates, "expert_choice", lambda scores, capacity: (scores, max(1, capacity - 1))
     ),
 }
@@ -273,7 +260,7 @@ def another_microbatchs_targets(real, work: StageWork, stage: int, i: int, given
     if stage < work.stages.count - 1 or i > 1 or len(own) < 3:
         return real(work, stage, i, given)
     swapped = [replace(each, part=own[each.index ^ 1].part) for each in own]
-    with replaced(work, microbatches=swapped):
+    with by.replaced(work, microbatches=swapped):
         return real(work, stage, i, given)
 
 

@@ -29,28 +29,14 @@ from shardwise.techniques.offload import disk_optimizer
 from shardwise.techniques.offload.disk_optimizer import StatesOnDisk
 from shardwise.techniques.offload.word import Offload
 from shardwise.techniques.recompute.kept import Generators
-from tests.verify.mutations.mutation import (
-    Change,
-    Rows,
-    after,
-    all_of,
-    arguments,
-    around,
-    before,
-    beside,
-    drop,
-    instead,
-    nothing,
-    replaced,
-    result,
-    skip,
-)
+from tests.verify.mutations import mutation as by
+from tests.verify.mutations.mutation import Rows
 
 ROWS = Rows()
 DELAYED = "dp2 zero1 offload:optim-delayed=0"
 
 
-def of_the_second_group(*names: str) -> Change:
+def of_the_second_group(*names: str) -> by.Change:
     """Options that all groups take from the spec."""
 
     def build(real: Any, spec: OptimizerSpec, *args: Any) -> Any:
@@ -59,7 +45,7 @@ def of_the_second_group(*names: str) -> Change:
             group.update({name: spec.options[name] for name in names})
         return made
 
-    return around(OptimizerSpec, "build", build)
+    return by.around(OptimizerSpec, "build", build)
 
 
 def gradients_of_a_skipped_step_stay(patch: Any) -> None:
@@ -71,8 +57,8 @@ def gradients_of_a_skipped_step_stay(patch: Any) -> None:
             own.skips = False
 
     own = threading.local()  # ranks are threads
-    around(step_end, "_leave_out", leave_out)(patch)
-    skip(FlatGradient, "clear", lambda _: getattr(own, "skips", False))(patch)
+    by.around(step_end, "_leave_out", leave_out)(patch)
+    by.skip(FlatGradient, "clear", lambda _: getattr(own, "skips", False))(patch)
 
 
 @contextmanager
@@ -82,7 +68,7 @@ def replay(generators: Generators, states: Any) -> Iterator[None]:
     yield
 
 
-late = instead(
+late = by.instead(
     Offload, "delays", lambda word, step: word.undelayed is not None and step > word.undelayed
 )
 
@@ -93,52 +79,54 @@ def returned(real: Any, order: UnitOrder, unit: int, **how: Any) -> list[UnitAct
     return acts if how.get("recorded", True) or order.in_backward else []
 
 
-in_training = arguments(Engine, "_made", lambda engine, call: (engine, lambda m: call(m.train())))
+in_training = by.arguments(
+    Engine, "_made", lambda engine, call: (engine, lambda m: call(m.train()))
+)
 
 
 ROWS |= {
     # --- rates and groups -------------------------------------------------------------------------
     "one rate for all groups [dp2 zero1]": of_the_second_group("lr"),
     "one weight decay for all groups [dp2 zero2]": of_the_second_group("weight_decay"),
-    "a new rate of one group alone [dp2]": instead(
+    "a new rate of one group alone [dp2]": by.instead(
         GroupOptions, "set_lr", lambda o, lr: o.groups[0].update(lr=lr)
     ),
-    "rates that are not loaded [dp2]": drop(GroupOptions, "load_changed"),
+    "rates that are not loaded [dp2]": by.drop(GroupOptions, "load_changed"),
     # --- a skipped step, ranks without rows -------------------------------------------------------
     "gradients of a skipped step stay [dp2 zero1 fp16]": gradients_of_a_skipped_step_stay,
     # --- recomputation ----------------------------------------------------------------------------
-    "other masks in a recomputation [recompute:full of gpt] masks": after(
+    "other masks in a recomputation [recompute:full of gpt] masks": by.after(
         Generators, "set", lambda *_: torch.rand(1)
     ),
-    "masks not drawn again [recompute:selective of gpt] masks": drop(Generators, "set"),
-    "numbers after a recomputation [recompute:full of gpt] masks": instead(
+    "masks not drawn again [recompute:selective of gpt] masks": by.drop(Generators, "set"),
+    "numbers after a recomputation [recompute:full of gpt] masks": by.instead(
         Generators, "replay", replay
     ),
     # --- delayed updates --------------------------------------------------------------------------
     f"the first delay a step late [{DELAYED}]": late,
     "the first delay late after 40 steps [dp2 zero1 offload:optim-delayed] memory": late,
-    f"a delayed update without buffers of its own [{DELAYED}]": drop(FlatGradient, "swap"),
-    "the last of several parts lost [dp2 zero1 offload:optim]": result(
+    f"a delayed update without buffers of its own [{DELAYED}]": by.drop(FlatGradient, "swap"),
+    "the last of several parts lost [dp2 zero1 offload:optim]": by.result(
         ShardedOptimizer, "_parts", lambda found, *_: (x := [*found])[: max(1, len(x) - 1)]
     ),
-    "evaluated before the update [dp2 offload:optim-delayed=0] tests": beside(
-        Engine, "_made", flush=nothing
+    "evaluated before the update [dp2 offload:optim-delayed=0] tests": by.beside(
+        Engine, "_made", flush=by.nothing
     ),
     # --- chunks of a disk -------------------------------------------------------------------------
     # the pieces of one parameter share its count of steps, and each adds to it
-    "a step for each chunk [dp2 zero1 offload:optim@disk of wide]": instead(
+    "a step for each chunk [dp2 zero1 offload:optim@disk of wide]": by.instead(
         disk_optimizer, "_copied", lambda value: value
     ),
-    "a chunk published in the place of another [dp2 zero3 offload:optim@disk of wide]": arguments(
+    "a chunk published in another's place [dp2 zero3 offload:optim@disk of wide]": by.arguments(
         StatesOnDisk,
         "_publish_chunk",
         lambda s, job, *of: (s, job._replace(number=job.number - (job.number == 1)), *of),
     ),
     # of every chunk the parameters of the first one are updated
-    "pieces of the first chunk [dp2 zero1 offload:optim@disk of wide] error": arguments(
+    "pieces of the first chunk [dp2 zero1 offload:optim@disk of wide] error": by.arguments(
         disk_optimizer, "_inside", lambda runs, first, last: (runs, 0, last - first)
     ),
-    "the last chunk not updated [dp2 zero3 offload:optim@disk of wide] error": skip(
+    "the last chunk not updated [dp2 zero3 offload:optim@disk of wide] error": by.skip(
         StatesOnDisk,
         "_update_chunk",
         lambda _, job, *__: 0 < job.number == job.of.master.chunks - 1,
@@ -146,40 +134,40 @@ ROWS |= {
     # --- evaluation, outputs ----------------------------------------------------------------------
     "an evaluation in training mode [dp2 zero1 of training]": in_training,
     "outputs in training mode [tp2 of training]": in_training,
-    "modes not restored [dp2 zero3 of training]": after(
+    "modes not restored [dp2 zero3 of training]": by.after(
         Engine, "_made", lambda engine, _: engine.model.eval()
     ),
-    "an evaluation without a flush [dp2 zero2 offload:optim-delayed=0]": beside(
-        Engine, "_made", flush=nothing
+    "an evaluation without a flush [dp2 zero2 offload:optim-delayed=0]": by.beside(
+        Engine, "_made", flush=by.nothing
     ),
-    "evaluation as a mean of means [dp2]": beside(Engine, "evaluate", _count=lambda *_: 1),
-    "tokens of a rank's own rows [dp2 zero1]": result(
+    "evaluation as a mean of means [dp2]": by.beside(Engine, "evaluate", _count=lambda *_: 1),
+    "tokens of a rank's own rows [dp2 zero1]": by.result(
         Engine, "evaluate", lambda found, engine, batch: (found[0], engine._count(batch))
     ),
-    "one more sum in an evaluation [dp2] bytes": before(
+    "one more sum in an evaluation [dp2] bytes": by.before(
         Engine,
         "evaluate",
         lambda e, _: begin_sum(torch.zeros(2, dtype=torch.float64), e.axes[-1]).wait(),
     ),
-    "an evaluation frees its units at its end [dp2 zero3 of gpt] moments": all_of(
-        around(UnitOrder, "returned", returned),
-        result(
+    "an evaluation frees its units at its end [dp2 zero3 of gpt] moments": by.all_of(
+        by.around(UnitOrder, "returned", returned),
+        by.result(
             UnitOrder,
             "end_evaluation",
             lambda found, order: [*found, *(UnitAct("free", unit) for unit in order.forward)],
         ),
     ),
-    "outputs of a rank's own stages [pp2 1f1b:2]": beside(
+    "outputs of a rank's own stages [pp2 1f1b:2]": by.beside(
         Engine, "outputs", _over_stages=lambda x: x
     ),
     # tokens reach no expert on a rank whose last batch had no rows
-    "outputs of stand-ins [dp2 ep2 of moe]": before(
+    "outputs of stand-ins [dp2 ep2 of moe]": by.before(
         Engine,
         "outputs",
         lambda e, *_: setattr(e.sharded.of(ExpertLayout), "absent", e.data_rank == 1),
     ),
     # --- what is loaded ---------------------------------------------------------------------------
-    "the steps not loaded [dp2 zero3]": after(
+    "the steps not loaded [dp2 zero3]": by.after(
         Engine, "load_scalars", lambda engine, _: setattr(engine, "steps", 0)
     ),
 }
@@ -220,7 +208,7 @@ def delayed_updates_shown_too_early(_, host: HostThread) -> None:
 @ROWS.around(DELAYED, Engine, "loading")
 def a_load_over_a_pending_update(real, engine: Engine, *args: Any) -> Any:
     """The update is finished after the load, on the masters that it has read."""
-    with replaced(engine.optimizer.host, running=deque()):
+    with by.replaced(engine.optimizer.host, running=deque()):
         return real(engine, *args)
 
 
@@ -233,7 +221,7 @@ def gathers_twice_in_an_evaluation(real, x: Any, axis: Any, src: Any, dst: Any, 
 
 @ROWS.around("dp2 zero1", Engine, "evaluate")
 def evaluation_of_own_rows(real, engine: Engine, batch: Any) -> Any:
-    with replaced(engine.consensus, agree=lambda x: torch.cat([x[:2], 2 * x[2:]])):
+    with by.replaced(engine.consensus, agree=lambda x: torch.cat([x[:2], 2 * x[2:]])):
         return real(engine, batch)
 
 
