@@ -4,15 +4,14 @@
 
 A word is one value of a factor; a plan has at most one value of each.  Two words may meet if some
 plan with both is accepted: by its words, and by `parallelize` for its model on a traced rank.
-Pairs of the canonical plans (tests/plans.py) are not needed again. Of several plans drawn with a
-fixed seed, each begun with a new pair, the one with the most new pairs for its ranks is taken.
+Pairs of the canonical plans (tests/plans.py) are not needed again. A plan begins with a new pair,
+drawn with a fixed seed, and gets words that add new pairs for what they cost.
 """
 
 import itertools
 import random
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cache, partial
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -27,7 +26,7 @@ from tests.plans import BATCH_ROWS, CANONICAL
 
 SEED = 20261
 MOST_RANKS = 8
-DRAWS, TRIED = 12, 3  # fillings that are tried for one plan, and values of a factor for one filling
+TRIED = 3  # values of a factor that are tried for one plan
 FILE = Path(__file__).with_suffix(".txt")
 
 PIPES = {"M": "4", "MxV": "4x2", "": ""}
@@ -105,11 +104,6 @@ def candidates() -> list[Words]:
     ]
 
 
-def cost(words: Words) -> int:
-    """What a run of the plan costs, about: its ranks, and passes recorded for loads of experts."""
-    return 1 + ranks_of(words) + (10 if {"experts", "activations"} <= words.keys() else 0)
-
-
 def filled(words: Words, left: set[Pair], own: random.Random) -> Words:
     """The words, and those of other factors that add pairs and do not make pairs cost more."""
     for factor in own.sample(free := [f for f in FACTORS if f not in words], len(free)):
@@ -123,8 +117,9 @@ def filled(words: Words, left: set[Pair], own: random.Random) -> Words:
 
 
 def gain(words: Words, left: set[Pair]) -> float:
-    """The pairs that are left and the plan has, for what it costs."""
-    return len(pairs_of(words) & left) / cost(words)
+    """The pairs that are left and the plan has, for about what its run costs."""
+    recorded = {"experts", "activations"} <= words.keys()  # passes, for the loads of experts
+    return len(pairs_of(words) & left) / (1 + ranks_of(words) + 10 * recorded)
 
 
 def completed(words: Words, own: random.Random) -> bool:
@@ -156,34 +151,15 @@ def covering() -> list[str]:
     left = {p for p, words in starts.items() if accepted(words) or completed(words, own)}
     left -= written()
     while left:
-        begun = own.sample(sorted(left, key=sorted), min(DRAWS, len(left)))
-        best = max(
-            (filled(starts[pair], left, own) for pair in begun), key=partial(gain, left=left)
-        )
-        plans.append(best)
-        left -= pairs_of(best)
-    return [text_of(words) for words in thinned(plans)]
+        plans.append(filled(starts[own.choice(sorted(left, key=sorted))], left, own))
+        left -= pairs_of(plans[-1])
+    return [text_of(words) for words in plans]
 
 
 def written() -> set[Pair]:
     """The pairs of the canonical plans."""
     plans = (words_of(plan) for own in CANONICAL.values() for plan in own)
     return set[Pair]().union(*map(pairs_of, plans))
-
-
-def thinned(plans: list[Words]) -> list[Words]:
-    """The plans without words whose pairs other plans have, the last factors first. So a plan has
-    few ranks and few words that take long, and says more when it fails.
-    """
-    times = Counter([*written(), *(pair for words in plans for pair in pairs_of(words))])
-    for words in plans:
-        for factor in [f for f in reversed(FACTORS) if f in words]:
-            fewer = {f: word for f, word in words.items() if f != factor}
-            gone = pairs_of(words) - pairs_of(fewer)
-            if all(times[pair] > 1 for pair in gone) and (not fewer or accepted(fewer)):
-                times.subtract(gone)
-                del words[factor]
-    return [words for words in plans if pairs_of(words)]
 
 
 def read() -> list[str]:
@@ -201,11 +177,6 @@ def words_of(text: str) -> Words:
     return found
 
 
-def main(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(line)
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(covering())
+    print(*covering(), sep="\n")
