@@ -18,7 +18,8 @@ import sys
 import unittest
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -93,17 +94,6 @@ class Ours(nn.Module):
         """sw.DDP copies no output, whatever is set."""
 
 
-class Unsynced(Ours):
-    """A fault, to show that the tests find one: every rank trains alone."""
-
-    def __init__(self, module: nn.Module, *args: Any, **options: Any) -> None:
-        super().__init__(module, *args, **options)
-        sw.unwrap(self.module)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
 class OnProcessor(TorchFunctionMode):
     """Every device that a call names is the processor."""
 
@@ -134,12 +124,12 @@ _MODULE_TO = nn.Module.to
 
 
 @contextmanager
-def on_processor(ddp: type[nn.Module], tests: ModuleType) -> Iterator[None]:
-    """Inside, `ddp` is DistributedDataParallel, and CUDA is the processor."""
+def on_processor(tests: ModuleType) -> Iterator[None]:
+    """Inside, `Ours` is DistributedDataParallel, and CUDA is the processor."""
     with ExitStack() as inside:
         put = lambda *place, **by: inside.enter_context(mock.patch.object(*place, **by))  # noqa: E731
-        put(nn.parallel, "DistributedDataParallel", ddp)
-        put(tests, "DistributedDataParallel", ddp)
+        put(nn.parallel, "DistributedDataParallel", Ours)
+        put(tests, "DistributedDataParallel", Ours)
         put(nn.Module, "cuda", lambda self, *_: self)
         put(nn.Module, "to", _to)
         put(tests, "init_multigpu_helper", lambda ranks, _: {rank: [rank] for rank in range(ranks)})
@@ -179,16 +169,13 @@ def _leave(test: Callable[..., Any]) -> Callable[..., Any]:
     return test
 
 
-DDPS: dict[str, type[nn.Module]] = {"ours": Ours, "unsynced": Unsynced}
-
-
-def run(world: World, which: str, ddp: str, folder: str) -> dict[str, str] | str:
-    """What tests by name raised on this rank, with DDPS[ddp]; another torch may have fewer."""
+def run(world: World, which: str, folder: str) -> dict[str, str] | str:
+    """What tests by name raised on this rank; another torch may have fewer."""
     tests = load(world.size, folder)
     if isinstance(tests, str):
         return tests
     kind = type("T", (tests.TestDistBackend, tests.DistributedTest._DistTestBase), {})
-    with on_processor(DDPS[ddp], tests):
+    with on_processor(tests):
         return {n: _outcome(kind, n, world) for n in which.split() if hasattr(kind, n)}
 
 
@@ -251,32 +238,20 @@ RUN = """
 """
 
 
-@pytest.fixture(scope="module")
-def tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, str], list[str]]]:
-    """The tests of given names that fail, in processes of their own: they change torch for good."""
-    pool, folder = Pool(2), tmp_path_factory.mktemp("torch")
-    for name in ("barrier", "test_dir"):
-        (folder / name).mkdir()
-    (folder / "lockfile").touch()
-
-    def failed(names: str, ddp: str) -> list[str]:
-        outcomes = pool.run(run, (names, ddp, str(folder)))
-        if isinstance(outcomes[0], str):
-            pytest.skip(outcomes[0])
-        assert all(outcomes)
-        return sorted({n for found in outcomes for n, text in found.items() if text != "passed"})
-
-    yield failed
-    pool.close()
-
-
 @pytest.mark.full
-def test_torchs_tests_of_ddp_pass(tests: Callable[[str, str], list[str]]) -> None:
-    """All that are not about CUDA or the insides of torch's class, and one of torch.compile."""
-    assert tests(RUN, "ours") == []
-
-
-def test_torchs_tests_find_a_fault(tests: Callable[[str, str], list[str]]) -> None:
-    """Under a DDP whose ranks train alone the tests of training fail."""
-    names = "test_DistributedDataParallelCPU test_accumulate_gradients_no_sync"
-    assert tests(names, "unsynced") == names.split()
+def test_torchs_tests_of_ddp_pass(tmp_path: Path) -> None:
+    """All that are not about CUDA or the insides of torch's class, and one of torch.compile. In
+    processes of their own: the tests change torch for good.
+    """
+    for name in ("barrier", "test_dir"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "lockfile").touch()
+    pool = Pool(2)
+    try:
+        outcomes = pool.run(run, (RUN, str(tmp_path)))
+    finally:
+        pool.close()
+    if isinstance(outcomes[0], str):
+        pytest.skip(outcomes[0])
+    assert all(outcomes)
+    assert [n for found in outcomes for n, text in found.items() if text != "passed"] == []

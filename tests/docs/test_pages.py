@@ -16,8 +16,6 @@ import shardwise as sw
 from benchmarks.contenders.roster import SUITES
 from docs.measured import FILES, read
 from shardwise.cli.main import with_resume_value
-from shardwise.core.plan.plan import WORDS, Plan, words_table
-from shardwise.core.plan.plan_check import problems
 from tests import surface
 from tests.docs.pages import DOCS, PAGES, ROOT, Block, blocks, text_of
 from tests.programs import run_program
@@ -170,24 +168,6 @@ def test_what_replaces_another_system_runs_as_shown() -> None:
 
 
 # --- words and numbers -----------------------------------------------------------------------
-
-
-def test_the_words_say_what_is_to_come() -> None:
-    """Of the words of plans, those that this version refuses are marked, and no others."""
-    lines = [line for line in words_table().splitlines()[1:] if not line.startswith(" ")]
-    for word, line in zip(WORDS, lines, strict=True):
-        refused = any("not in this version" in p.given for p in problems(Plan.parse(word.example)))
-        assert line.startswith(f"{word.form} ")
-        assert line.endswith(" (not in this version)") == refused
-
-
-def test_the_readme_has_twelve_of_the_plan_words() -> None:
-    """Each is read as a plan."""
-    section = text_of("README.md").partition("## Plan words")[2].partition("\n## ")[0]
-    shown = re.findall(r"^\| (`.+`) \| .+ \|$", section, re.MULTILINE)
-    assert len(shown) == 12
-    for word in " ".join(re.findall("`([^`]+)`", " ".join(shown))).split():
-        Plan.parse(word)
 
 
 @pytest.mark.cases(len(FILES))

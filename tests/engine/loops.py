@@ -95,20 +95,11 @@ def as_written(side: Side) -> None:
         side.backward(step)
 
 
-def zero_first(side: Side) -> None:
-    """zero_grad before the forward pass, in place."""
-    optim = adam(side.model)
-    for step in range(3):
-        optim.zero_grad(set_to_none=False)
-        side.backward(step)
-        optim.step()
-
-
-def zero_between(side: Side) -> None:
-    """zero_grad by the module, each way in turn."""
+def zeroing(side: Side) -> None:
+    """zero_grad before the forward pass, in place or not, by the optimizer and by the module."""
     optim = adam(side.model)
     for step in range(4):
-        side.model.zero_grad(set_to_none=step % 2 == 0)
+        (optim if step < 2 else side.model).zero_grad(set_to_none=step % 2 == 1)
         side.backward(step)
         optim.step()
 
@@ -203,7 +194,7 @@ def gradient_norms(side: Side) -> None:
 LOOPS: dict[str, Loop] = {
     loop.__name__: loop
     for loop in (
-        *(as_written, zero_first, zero_between, accumulating, unsynced, clipping, groups),
+        *(as_written, zeroing, accumulating, unsynced, clipping, groups),
         *(twice_backward, replacing, looking, gradient_norms),
     )
 }

@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.comm.world import World, traced
 from shardwise.core.errors import InputError
 from shardwise.models import gpt
-from shardwise.models.gpt import GPT, SIZES, Block, GPTConfig
+from shardwise.models.gpt import GPT, SIZES, Block
 from shardwise.models.registry import find
 from shardwise.techniques.data.wrap_policy import UnitSpec, choose
 from shardwise.techniques.pipeline.partition import balance_by_time, calls_of, starts
@@ -182,18 +182,6 @@ def test_a_model_without_memory_cannot_be_timed():
         balance_by_time(model, lambda m: m(torch.zeros(1, 2).long()), 2)
 
 
-CONFIG = GPTConfig(
-    vocabulary=16,
-    layers=3,
-    hidden_size=8,
-    heads=2,
-    kv_heads=2,
-    intermediate_size=8,
-    sequence=4,
-    tied=False,
-)
-
-
 class Leaf(nn.Module):
     def __init__(self, shared: nn.Module | None = None) -> None:
         super().__init__()
@@ -203,10 +191,6 @@ class Leaf(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x
-
-
-def gpt_of(tied: bool = False) -> nn.Module:
-    return GPT(GPTConfig(**{**CONFIG.__dict__, "tied": tied}))
 
 
 def tied_between_blocks() -> Stack:
@@ -224,8 +208,8 @@ def held(specs: list[UnitSpec]) -> dict[str, list[str]]:
 
 
 MODELS: dict[str, Any] = {
-    "gpt": gpt_of,
-    "gpt tied": lambda: gpt_of(tied=True),
+    "gpt": lambda: small(3, vocabulary=16),
+    "gpt tied": lambda: small(3, True, 16),
     "encoder": lambda: nn.TransformerEncoder(
         nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 3
     ),
@@ -259,12 +243,12 @@ def test_every_parameter_is_in_one_unit_and_under_a_module_that_is_called(model:
 
 def test_the_units_of_models():
     """Blocks with what stands around them, in the order of use; ties are above both users."""
-    specs = choose(gpt_of(), least=33, most=33)
+    specs = choose(small(3, vocabulary=16), least=33, most=33)
     assert names(specs) == ["embed", "blocks.0", "blocks.1", "blocks.2", "norm"]
     assert held(specs)["norm"] == ["norm.weight", "head.weight"]
     with torch.device("meta"):
         assert len(choose(GPT(SIZES["small"]), least=2**20, most=2**21)) == 10
-    tied = choose(gpt_of(tied=True))[0]
+    tied = choose(small(3, True, 16))[0]
     assert (tied.name, tied.shared, *held([tied])[""]) == ("", True, "embed.weight")
     assert isinstance(tied.modules[0], GPT)
     found = held(choose(ClassToken()))
@@ -292,9 +276,13 @@ def test_the_units_of_models():
 )
 def test_blocks_by_any_rule(rule: Any):
     """A class, several, a pattern, a function: the outermost module that fits is a unit."""
-    found = names(choose(gpt_of(), rule))
+    found = names(choose(small(3, vocabulary=16), rule))
     assert [n for n in found if n.startswith("blocks")] == ["blocks.0", "blocks.1", "blocks.2"]
-    assert names(choose(gpt_of(), "blocks.0*"))[:3] == ["embed", "blocks.0", "blocks.1.attn_norm"]
+    assert names(choose(small(3, vocabulary=16), "blocks.0*"))[:3] == [
+        "embed",
+        "blocks.0",
+        "blocks.1.attn_norm",
+    ]
 
 
 def test_sizes_of_units():
@@ -326,7 +314,7 @@ BAD: list[tuple[Any, str]] = [
 def test_a_rule_that_cannot_work_is_refused_with_what_would(rule: Any, said: str):
     """The error names the rule and modules that could be meant."""
     with pytest.raises(InputError, match=said):
-        choose(gpt_of(), rule)
+        choose(small(3, vocabulary=16), rule)
 
 
 def test_a_model_without_parameters_is_refused():

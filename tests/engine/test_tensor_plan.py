@@ -1,7 +1,6 @@
 """Where tables come from, and what shapes they give a rank."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +70,6 @@ def test_plans_of_configurations_are_read():
     table, modules = table_of(model), shapes(model)
     assert dict(table.styles)["layers.*.self_attn.q_proj?"] == "colwise:heads"
     assert check(table, modules, sp=True, ranks=4) == []
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_our_gpt_has_a_table(tied: bool):
-    """On any number of ranks up to its heads, with the sequence cut or not; not on more."""
-    model = GPT(replace(CONFIG, tied=tied))
-    table, modules = table_of(model), shapes(model)
-    for ranks in range(1, 7):
-        assert check(table, modules, False, ranks) == check(table, modules, True, ranks) == []
-    (problem,) = check(table, modules, sp=False, ranks=7)
-    assert problem.instead == "tp6"
-    assert modules["head"].tied == ("embed" if tied else "")
 
 
 # --- models of the user's ----------------------------------------------------------------------
