@@ -80,6 +80,12 @@ class Source:
     def nodes(self) -> list[ast.AST]:
         return list(ast.walk(self.tree))
 
+    @cached_property
+    def named(self) -> list[tuple[ast.AST, str]]:
+        """The dotted names that are imported, and those that are read from modules."""
+        attributes = [n for n in self.nodes if isinstance(n, ast.Attribute)]
+        return [*imports(self), *((n, ast.unparse(n)) for n in attributes)]
+
     def functions(self) -> list[Function]:
         return [n for n in self.nodes if isinstance(n, Function)]
 
@@ -120,8 +126,13 @@ def imports(source: Source) -> Iterator[tuple[ast.stmt, str]]:
             yield from ((node, f"{module}.{alias.name}") for alias in node.names)
 
 
-def within(name: str, module: str) -> bool:
-    return name == module or name.startswith(f"{module}.")
+def within(name: str, *modules: str) -> bool:
+    return any(name == module or name.startswith(f"{module}.") for module in modules)
+
+
+def refused(source: Source, wrong: Callable[[str], bool], why: str) -> list[str]:
+    """The complaints of names that are `wrong` in a file."""
+    return [source.say(node, f"uses {name}{why}") for node, name in source.named if wrong(name)]
 
 
 # --- size ------------------------------------------------------------------------------------
@@ -255,27 +266,21 @@ def plain_names(source: Source) -> list[str]:
 
 
 def downward_imports(source: Source) -> list[str]:
-    mine = LAYERS.index(source.layer)
-    return [
-        source.say(node, f"imports {name}, of a layer above {source.layer}")
-        for node, name in imports(source)
-        if name.partition(".")[0] in ("shardwise", "benchmarks")
-        and LAYERS.index(layer(name)) > mine
-    ]
+    def above(name: str) -> bool:
+        ours = within(name, "shardwise", "benchmarks")
+        return ours and LAYERS.index(layer(name)) > LAYERS.index(source.layer)
+
+    return refused(source, above, f", of a layer above {source.layer}")
 
 
 def techniques_apart(source: Source) -> list[str]:
     """What runs on a rank never imports another technique; what applies one may."""
-    if source.layer not in ("techniques", "core"):
+    own, all_of_them = ".".join(source.path.split("/")[:3]), "shardwise.techniques"
+    if source.layer not in ("techniques", "core") or not within(own, all_of_them):
         return []
-    own = ".".join(source.path.split("/")[:3])
-    return [
-        source.say(node, f"imports {name}, another technique")
-        for node, name in imports(source)
-        if within(own, "shardwise.techniques")
-        and within(name, "shardwise.techniques")
-        and not within(name, own)
-    ]
+    return refused(
+        source, lambda name: within(name, all_of_them) and not within(name, own), ", another's"
+    )
 
 
 def foreign_files() -> dict[str, list[str]]:
@@ -293,13 +298,10 @@ def one_door(source: Source) -> list[str]:
     """Only comm/ and benchmarks/ see torch.distributed; checkpoint/ its own part of it."""
     if source.layer in ("comm", "benchmarks"):
         return []
-    names = [*imports(source), *_attributes(source)]
     allowed = "torch.distributed.checkpoint" if source.layer == "checkpoint" else "none"
-    return [
-        source.say(node, f"uses {name}")
-        for node, name in names
-        if within(name, "torch.distributed") and not within(name, allowed)
-    ]
+    return refused(
+        source, lambda name: within(name, "torch.distributed") and not within(name, allowed), ""
+    )
 
 
 #: The files of comm/ that carry out what is asked of a transport, and count it.
@@ -322,12 +324,8 @@ def counted_apart(source: Source) -> list[str]:
         return []
     priced = ["shardwise.core.layouts.layout.price", "shardwise.prediction"]
     asking = ["shardwise.core.layouts.layout", "shardwise.comm.move"]
-    refused = priced + asking * (source.path in COUNTING)
-    return [
-        source.say(node, f"imports {name}: what it counts is compared with that")
-        for node, name in imports(source)
-        if any(within(name, module) for module in refused)
-    ]
+    wrong = priced + asking * (source.path in COUNTING)
+    return refused(source, lambda name: within(name, *wrong), ", with which it is compared")
 
 
 def oracles_apart(source: Source) -> list[str]:
@@ -339,32 +337,19 @@ def oracles_apart(source: Source) -> list[str]:
     return [
         source.say(node, f"imports {name}, while an oracle stands alone")
         for node, name in imports(source)
-        if not any(within(name, one) for one in allowed) or within(name, "torch.distributed")
+        if not within(name, *allowed) or within(name, "torch.distributed")
     ]
 
 
 def no_torch_below(source: Source) -> list[str]:
-    if source.layer not in ("core", "prediction"):
-        return []
-    return [
-        source.say(n, f"imports {name}") for n, name in imports(source) if within(name, "torch")
-    ]
+    below = source.layer in ("core", "prediction")
+    return refused(source, lambda name: below and within(name, "torch"), "")
 
 
 def no_environment(source: Source) -> list[str]:
     """Environment variables are read in comm/, at start-up, and nowhere else."""
-    names = [*imports(source), *_attributes(source)]
     read = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
-    return [
-        source.say(node, f"uses {name}")
-        for node, name in names
-        if name in read and source.layer != "comm"
-    ]
-
-
-def _attributes(source: Source) -> Iterator[tuple[ast.AST, str]]:
-    found = [n for n in source.nodes if isinstance(n, ast.Attribute)]
-    return ((n, ast.unparse(n)) for n in found)
+    return refused(source, lambda name: name in read and source.layer != "comm", "")
 
 
 #: Functions of torch whose dtype and device are the program's defaults unless they are named.

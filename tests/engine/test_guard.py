@@ -26,7 +26,7 @@ from shardwise.engine.options import EngineOptions
 from shardwise.observe.dry_twin import DryTwin
 from shardwise.techniques.data.flat.flat_gradient import FlatGradient
 from shardwise.train import loop
-from tests.engine.cases import ranks_of, regression, squares, text, vectors
+from tests.engine.cases import ranks_of, regression, settled, squares, text, vectors
 from tests.engine.pipelines import deep
 from tests.engine.tensors import ADAMW, Case, build, gpt_task, mine, step_as_predicted
 from tests.pool import run_gloo, run_threads
@@ -219,7 +219,7 @@ WRONG = 3  # the step, from 1, in which a rank computes something wrong
 class Net(nn.Module):
     """Random numbers, buffers that change with each forward, and a parameter without a use."""
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float = 0.0) -> None:
         super().__init__()
         self.inner = nn.Linear(4, 8)
         self.norm = nn.BatchNorm1d(8)
@@ -231,14 +231,6 @@ class Net(nn.Module):
         return self.outer(self.drop(self.norm(self.inner(x))))
 
 
-def net(rate: float = 0.0) -> nn.Module:
-    found = Net(rate)
-    with torch.no_grad():
-        for number, p in enumerate(found.parameters()):
-            p.uniform_(-1, 1, generator=torch.Generator().manual_seed(number))
-    return found
-
-
 def rows(step: int, rank: int) -> Tensor:
     """Ranks have different numbers of rows."""
     return torch.randn(6 + rank, 4, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -248,8 +240,8 @@ def four_steps(world: World, plan: str, check_every: int | str) -> tuple[list[fl
     """The losses and the values of four steps, whose bytes are those predicted."""
     torch.manual_seed(world.rank)
     options: dict[str, Any] = {"loss": squares, "check_every": check_every}
-    engine, losses = sw.parallelize(net(0.3), plan, world, **options), list[float]()
-    dry = DryTwin(net(), engine.plan, EngineOptions(**options), world.rank)
+    engine, losses = sw.parallelize(settled(Net(0.3)), plan, world, **options), list[float]()
+    dry = DryTwin(settled(Net()), engine.plan, EngineOptions(**options), world.rank)
     for step in range(4):
         losses.append(step_as_predicted(engine, dry, rows(step, engine.data_rank)).loss)
     return losses, [box.tensor.clone() for box in engine.boxes()]
@@ -284,7 +276,7 @@ def until_found(
     world: World, broken: threading.local, plan: str, where: int, passes: set[int], bit: int
 ) -> str:
     """What is raised, and in which step; `passes` of step WRONG on one rank turn a bit over."""
-    engine = sw.parallelize(net(), plan, world, loss=squares, check_every="0 rerun:2")
+    engine = sw.parallelize(settled(Net()), plan, world, loss=squares, check_every="0 rerun:2")
     for step in range(1, 5):
         count = iter(range(100))
 

@@ -198,9 +198,6 @@ def test_communication_buffers_are_the_plans(text: str, model_bytes: int, expect
     assert pool_bytes(plan, model_bytes, "cuda") == asked
 
 
-# --- messages -------------------------------------------------------------------------------------
-
-
 # --- tokens of experts ----------------------------------------------------------------------------
 
 

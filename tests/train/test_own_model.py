@@ -331,6 +331,3 @@ def test_a_function_that_makes_no_callback_is_refused(tmp_path: Path, function: 
     with pytest.raises(InputError, match=text):
         run(called(tmp_path, function))
     assert not (tmp_path / "run").exists()
-
-
-# --- the page of migration ----------------------------------------------------------------------
