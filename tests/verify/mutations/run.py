@@ -5,7 +5,7 @@ dropout, delayed updates, chunks of a disk, and evaluations.
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -62,9 +62,18 @@ def gradients_of_a_skipped_step_stay(patch: Any) -> None:
 
 
 @contextmanager
-def replay(generators: Generators, states: Any) -> Iterator[None]:
+def drawing(real: Any, generators: Generators, states: Any) -> Iterator[None]:
+    """A recomputation begins a number later."""
+    with real(generators, states):
+        torch.rand(1)
+        yield
+
+
+@contextmanager
+def going_on(generators: Generators, states: Any) -> Iterator[None]:
     """The generators go on from where the recomputation has left them."""
-    generators.set(states)
+    for generator, state in zip(generators.generators, states, strict=True):
+        generator.set_state(state)
     yield
 
 
@@ -95,12 +104,14 @@ ROWS |= {
     # --- a skipped step, ranks without rows -------------------------------------------------------
     "gradients of a skipped step stay [dp2 zero1 fp16]": gradients_of_a_skipped_step_stay,
     # --- recomputation ----------------------------------------------------------------------------
-    "other masks in a recomputation [recompute:full of gpt] masks": by.after(
-        Generators, "set", lambda *_: torch.rand(1)
+    "other masks in a recomputation [recompute:full of gpt] masks": by.around(
+        Generators, "replay", drawing
     ),
-    "masks not drawn again [recompute:selective of gpt] masks": by.drop(Generators, "set"),
+    "masks not drawn again [recompute:selective of gpt] masks": by.instead(
+        Generators, "replay", lambda *_: nullcontext()
+    ),
     "numbers after a recomputation [recompute:full of gpt] masks": by.instead(
-        Generators, "replay", replay
+        Generators, "replay", going_on
     ),
     # --- delayed updates --------------------------------------------------------------------------
     f"the first delay a step late [{DELAYED}]": late,
