@@ -72,7 +72,6 @@ class GPTConfig:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """The sizes by the keys of the configuration's section [model]."""
         return asdict(self)
 
     def build(self) -> nn.Module:

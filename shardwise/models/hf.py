@@ -32,30 +32,29 @@ MASK: Final = 4
 LONGEST: Final = 300  # characters of an error of transformers
 FIRST_WORD: Final = 5  # smaller numbers are special tokens: padding, start, end, mask
 
-#: The names of sizes in configurations, and the sizes of the small model.
+#: The sizes of the small model, by their names in configurations.
 SMALL: Final[dict[str, int]] = {
-    **dict.fromkeys(("vocab_size",), VOCABULARY),
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim"), 64),
-    **dict.fromkeys(("embedding_size", "hidden_dim"), 64),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 2),
-    **dict.fromkeys(("num_decoder_layers", "encoder_layers", "decoder_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads"), 4),
-    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads",), 2),
-    **dict.fromkeys(("head_dim", "d_kv", "query_pre_attn_scalar", "rotary_dim"), 16),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner"), 96),
-    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 96),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), 64),
-    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "experts_per_token"), 2),
-    **dict.fromkeys(("n_group", "num_expert_group"), 2),
-    **dict.fromkeys(("topk_group", "first_k_dense_replace"), 1),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 16),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 32),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 48),
-    **dict.fromkeys(("pad_token_id", "decoder_start_token_id"), 0),
-    **dict.fromkeys(("bos_token_id", "cls_token_id"), 1),
-    **dict.fromkeys(("eos_token_id", "sep_token_id", "forced_eos_token_id"), 2),
+    name: size
+    for size, names in (
+        (VOCABULARY, "vocab_size"),
+        (64, "hidden_size d_model n_embd dim word_embed_proj_dim embedding_size hidden_dim"),
+        (64, "max_position_embeddings n_positions max_seq_len n_ctx"),
+        (2, "num_hidden_layers n_layer num_layers n_layers num_decoder_layers"),
+        (2, "encoder_layers decoder_layers num_key_value_heads n_group num_expert_group"),
+        (2, "num_experts_per_tok num_experts_per_token experts_per_token"),
+        (4, "num_attention_heads n_head num_heads n_heads"),
+        (4, "encoder_attention_heads decoder_attention_heads"),
+        (4, "num_local_experts num_experts n_routed_experts"),
+        (16, "head_dim d_kv query_pre_attn_scalar rotary_dim"),
+        (16, "qk_rope_head_dim qk_nope_head_dim v_head_dim"),
+        (96, "intermediate_size ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim"),
+        (48, "moe_intermediate_size shared_expert_intermediate_size"),
+        (32, "q_lora_rank kv_lora_rank"),
+        (1, "topk_group first_k_dense_replace bos_token_id cls_token_id"),
+        (0, "pad_token_id decoder_start_token_id"),
+        (2, "eos_token_id sep_token_id forced_eos_token_id"),
+    )
+    for name in names.split()
 }
 
 

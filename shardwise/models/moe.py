@@ -59,7 +59,6 @@ class MoEConfig:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """The sizes by the keys of the configuration's section [model]."""
         gate = self.gate
         own = {"experts": gate.experts, "experts_per_token": gate.k, "gate": gate.name}
         return self.gpt.numbers | own | {"capacity": gate.capacity, "shared_experts": self.shared}

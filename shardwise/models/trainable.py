@@ -89,7 +89,6 @@ class Trainable:
             )
 
     def batch(self, rows: int, seed: int, device: torch.device | str = "cpu") -> Any:
-        """A batch of `rows` rows, by rows and seed."""
         made = self.make_batch(rows, seed)
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), made)
 

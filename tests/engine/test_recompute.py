@@ -21,7 +21,7 @@ from shardwise.comm.world import World, alone
 from shardwise.core.mesh import Mesh
 from shardwise.models import gpt
 from shardwise.observe.meter import Meter
-from shardwise.techniques.recompute.checkpointed import FULL, SELECTIVE, recompute
+from shardwise.techniques.recompute.checkpointed import FULL, SELECTIVE, Recomputed
 from shardwise.techniques.recompute.choice import chosen
 from shardwise.techniques.recompute.host_activations import SMALL_BYTES
 from shardwise.techniques.recompute.kept import Generators, Inputs
@@ -143,8 +143,8 @@ def made(kind: str | None) -> nn.Module:
     """A model, recomputed or not, always of the same weights."""
     torch.manual_seed(0)
     found = Model().double()
-    kinds = dict.fromkeys(["blocks.0", "blocks.2"], kind) if kind else {}
-    recompute(found, kinds, Generators([torch.default_generator]))
+    for name in ("blocks.0", "blocks.2") * (kind is not None):
+        Recomputed(found.get_submodule(name), kind or FULL, Generators([torch.default_generator]))
     return found
 
 

@@ -32,16 +32,6 @@ class Split(Block):
         return (x, x * 2, x * 3) if x.sum().item() < 0 else (x, x, x)
 
 
-class Carrier:
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-
-class Carry(Block):
-    def forward(self, x: Any) -> Any:
-        return Carrier(super().forward(x.x if isinstance(x, Carrier) else x))
-
-
 def keeps(model: Any, x: Tensor) -> Tensor:
     return Stack.forward(model, model.before(x)) + model.before.kept
 
@@ -94,11 +84,6 @@ def hooked() -> nn.Module:
 def late(model: Any, x: Tensor) -> Tensor:
     model.blocks[0].register_full_backward_hook(lambda *_: None)
     return model.blocks[0](x)
-
-
-def carries(model: Any, x: Tensor) -> Tensor:
-    model.blocks[2](model.blocks[1](model.blocks[0](x)))
-    return model.blocks[3](x)
 
 
 def widens(model: Any, x: Tensor) -> Tensor:
@@ -161,11 +146,6 @@ def test_a_forward_that_cannot_be_followed(make: Callable[[], nn.Module], said: 
 
 
 RUN: list[tuple[Callable[[], nn.Module], int, str]] = [
-    (
-        lambda: stack(carries, Carry(), Carry(), Carry()),
-        1,
-        r"blocks\.2, which takes an object with a value",
-    ),
     (
         lambda: stack(widens, Experts(WIDTH + 1)),
         0,

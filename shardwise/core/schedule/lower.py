@@ -9,9 +9,9 @@ causes no extra wait, since a tensor sent earlier has also arrived earlier.  So 
 not block, a lowered schedule deadlocks only if the schedule itself does (clock.py).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from heapq import heappop, heappush
 
 from shardwise.core.schedule.schedule import (
     COMPUTE_OPS,
@@ -89,23 +89,16 @@ def _until(wanted: Token, tokens: Iterable[Token]) -> Iterator[Token]:
 # --- the memory of a schedule ---------------------------------------------------------------------
 
 
-def activations(token: Token) -> float:
-    """Count one activation for each microbatch and stage whose backward pass is not complete."""
-    return float(token.kind in ("tape", "rest"))
+def _is_activation(token: Token) -> bool:
+    return token.kind in ("tape", "rest")
 
 
-def peaks(schedule: Schedule, size: Callable[[Token], float] = activations) -> tuple[float, ...]:
-    """The peak on each rank of the total `size` of live tokens: activations, or bytes."""
-    whole = lower(schedule)
-    found: list[float] = []
-    for row in whole.rows:
-        alive = peak = 0.0
-        for step in row:
-            alive -= sum(map(size, takes(step, whole)))
-            alive += sum(map(size, makes(step, whole)))
-            peak = max(peak, alive)
-        found.append(peak)
-    return tuple(found)
+def peaks(schedule: Schedule) -> tuple[int, ...]:
+    """The most activations on each rank: one for each microbatch and stage whose backward pass is
+    not complete.
+    """
+    ranks = range(schedule.ranks)
+    return tuple(max(sum(n.values()) for n in most_alive(schedule, rank)) for rank in ranks)
 
 
 def most_alive(schedule: Schedule, rank: int) -> list[dict[int, int]]:
@@ -116,9 +109,9 @@ def most_alive(schedule: Schedule, rank: int) -> list[dict[int, int]]:
     alive = dict.fromkeys(whole.stages(rank), 0)
     found: list[dict[int, int]] = []
     for step in whole.rows[rank]:
-        for token in filter(activations, takes(step, whole)):
+        for token in filter(_is_activation, takes(step, whole)):
             alive[token.stage] -= 1
-        for token in filter(activations, makes(step, whole)):
+        for token in filter(_is_activation, makes(step, whole)):
             alive[token.stage] += 1
         if not any(all(n <= other[stage] for stage, n in alive.items()) for other in found):
             found = [o for o in found if any(n > alive[stage] for stage, n in o.items())]
@@ -138,11 +131,6 @@ def _versions(schedule: Schedule, stage: int) -> int:
     mine = [(k, action) for k, action in row if action.stage == stage]
     born = {0: -1} | {a.microbatch // schedule.update + 1: k for k, a in mine if a.op == "U"}
     used = {schedule.version(*a[1:]): k for k, a in mine if a.op in COMPUTE_OPS}  # the last use
-    most = 1
-    older: list[int] = []  # a heap of the last uses of older versions
-    for newest, k in born.items():
-        while older and older[0] <= k:
-            heappop(older)
-        most = max(most, 1 + len(older))
-        heappush(older, used.get(newest, -1))
-    return most
+    known, uses = sorted(used), sorted(used.values())
+    # older versions of which a use comes after the update at k
+    return max(1 + bisect_left(known, v) - bisect_right(uses, k) for v, k in born.items())

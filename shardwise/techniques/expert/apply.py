@@ -114,9 +114,10 @@ def check_experts(model: nn.Module, plan: Plan) -> None:
             f"'{replace(plan, axes=plan.mesh.axes)}'",
         )
     for name, layer in layers_of(model).items() if plan.cp > 1 else ():
-        if _by_order(layer):
+        gate = layer.gate
+        if gate.capacity is not None or gate.name in ("gshard", "noisy-topk", "expert-choice"):
             raise bad(
-                f"'{plan.context}' with the gate {layer.gate.name} in {name}, which chooses by the "
+                f"'{plan.context}' with the gate {gate.name} in {name}, which chooses by the "
                 "order of tokens in whole rows",
                 "gates such as topk and sigmoid, without a capacity",
                 'gate = "topk" without a capacity, or no cp',
@@ -128,12 +129,6 @@ def check_experts(model: nn.Module, plan: Plan) -> None:
                 f"a divisor of the experts and of the ranks of {plan.inner_data_axis}",
                 f"ep{gcd(plan.ep, experts)}",
             )
-
-
-def _by_order(layer: MoE) -> bool:
-    """Whether a gate's choice depends on the places of tokens in the global batch."""
-    gate = layer.gate
-    return gate.capacity is not None or gate.name in ("gshard", "noisy-topk", "expert-choice")
 
 
 def layers_of(model: nn.Module) -> dict[str, MoE]:

@@ -206,14 +206,14 @@ def require_experts(experts: int, valid: tuple[bool, ...], layer: str) -> None:
         )
 
 
-def hashed(ids: Tensor, experts: int, seed: int = 0) -> Tensor:
+def hashed(ids: Tensor, experts: int) -> Tensor:
     """The expert of each token id [N], by a fixed random hash of it.
 
     Hash layers (Roller et al., arXiv 2106.04426), section 3.1. The hash is the finalizer of
     splitmix64 (Steele et al., "Fast splittable pseudorandom number generators", OOPSLA 2014), a
     signed number of 64 bits, which is halved and rounded down.
     """
-    return (mix_bits(ids, seed) >> 1).remainder(experts)
+    return (mix_bits(ids, 0) >> 1).remainder(experts)
 
 
 def mix_bits(x: Tensor, seed: int) -> Tensor:

@@ -60,7 +60,7 @@ class LayerHooks:
         self.moved, self.passes = WeakIdKeyDictionary(), 0
         self.inside = 0  # forwards of these layers that are running
 
-    def install(self, name: str, module: nn.Module) -> list[Any]:
+    def install(self, name: str, module: nn.Module) -> None:
         """Hook one layer, after all other hooks of this package."""
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -78,15 +78,10 @@ class LayerHooks:
             self.random.swap()
             return mapped(partial(self._leave, name), out, Tensor)
 
-        return [
-            module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-            module.register_forward_hook(after),
-            *(
-                part.register_forward_pre_hook(partial(self._require_inside, name))
-                for part in module.modules()
-                if part is not module
-            ),
-        ]
+        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
+        module.register_forward_hook(after)
+        for part in [part for part in module.modules() if part is not module]:
+            part.register_forward_pre_hook(partial(self._require_inside, name))
 
     def begin(self, *_: object) -> None:
         self.inside = 0
@@ -116,7 +111,13 @@ class LayerHooks:
         if plain and exchange.uneven and exchange.base != self.degree:
             flags = exchange.everywhere(flags, self.degree)
         if len(plain) == len(every) and not any(flags) and exchange.base != self.degree:
-            raise _no_rows(name, [list(x.shape) for x in every], own)
+            shapes = ", ".join(str(list(x.shape)) for x in every) or "none"
+            raise bad(
+                f"inputs of shape {shapes} of the layer {name}, which has a mesh of its own, for a "
+                f"batch of {own} rows: no dim 0 counts the rows",
+                "layers that take activations [rows, ...] of the batch, or rows of it",
+                "the layer under the model's axes, or its inputs before rows are flattened",
+            )
         return {id(x) for x, flag in zip(plain, flags, strict=True) if flag}
 
     def _enter(self, name: str, x: Any, rows: Collection[int]) -> Any:
@@ -155,21 +156,11 @@ def _own_rows(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return plain((args, kwargs))
 
 
-def _no_rows(name: str, shapes: list[list[int]], rows: int) -> Exception:
-    return bad(
-        f"inputs of shape {', '.join(map(str, shapes)) or 'none'} of the layer {name}, which has a "
-        f"mesh of its own, for a batch of {rows} rows: no dim 0 counts the rows",
-        "layers that take activations [rows, ...] of the batch, or rows of it",
-        "the layer under the model's axes, or its inputs before rows are flattened",
-    )
-
-
 def _without_rows(name: str, x: Tensor, what: str = "input") -> Exception:
     return bad(
         f"an {what} of shape {list(x.shape)} of the layer {name}, which has a mesh of its own; the "
         f"{what} has a gradient, and its dim 0 does not count the rows of the batch",
-        "layers whose inputs and outputs with a gradient are activations [rows, ...], and one "
-        "number of rows in all forwards of a step",
+        "layers whose inputs and outputs with a gradient are activations [rows, ...]",
         "the layers that make this tensor and those that take it under one plan",
     )
 

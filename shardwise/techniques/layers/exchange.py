@@ -94,7 +94,6 @@ class RowExchange:
         self.parts, self.counts, self.passes = [], (), self.passes + 1
 
     def equal(self, inputs: Any) -> None:
-        """All data ranks have as many rows as these inputs of a layer."""
         self.counts, self.assumed = (_rows(inputs),) * (self.ranks // self.base), True
 
     def drop_assumed(self) -> None:

@@ -116,7 +116,6 @@ class StatesOnDisk:
         return master.tensor
 
     def blocks(self, flat: Flat) -> dict[str, Tensor]:
-        """The maps of the states of all parameters, by key."""
         return {key: extent.tensor for key, extent in self.places[flat].states.items()}
 
     # --- the update ---------------------------------------------------------------------------

@@ -63,20 +63,11 @@ def parse(text: str) -> Offload:
     what, equals, number = text.partition("=")
     if text in WHAT and text != "optim-delayed":
         return Offload(text)
-    if what == "optim-delayed":
-        return Offload("optim", _steps(number) if equals else UNDELAYED_STEPS)
+    steps = number if equals else str(UNDELAYED_STEPS)
+    if what == "optim-delayed" and len(steps) < 11 and steps.isdecimal() and int(steps) <= MOST:
+        return Offload("optim", int(steps))
     allowed = f"offload: and the states that rest in host memory or on disk: {', '.join(WHAT)}"
     raise bad(f"the plan word 'offload:{text}'", allowed, f"offload:{suggest(text, WHAT)}")
-
-
-def _steps(text: str) -> int:
-    if text.isdecimal() and len(text) < 11 and int(text) <= MOST:
-        return int(text)
-    raise bad(
-        f"the plan word 'offload:optim-delayed={text}'",
-        f"a number of steps from 0 to {MOST}, after which updates are delayed",
-        f"offload:optim-delayed={UNDELAYED_STEPS}",
-    )
 
 
 def _problems(plan: "Plan", _: int | None) -> Iterator[Problem]:

@@ -105,7 +105,6 @@ class Passes:
         self.microbatches = self.schedule.microbatches
 
     def require(self, batch: Any, microbatches: int, count: Count | None) -> None:
-        """Raise InputError if a pipeline has microbatches without rows."""
         if self.staging is not None:
             enough(batch, microbatches, count)
 

@@ -192,11 +192,6 @@ class Stale:
         return max(self.kept[stage])
 
     def _old_bytes(self) -> int:
-        newest = {stage: self._newest(stage) for stage in self.kept}
-        return sum(
-            full.untyped_storage().nbytes()
-            for stage, versions in self.kept.items()
-            for version, fulls in versions.items()
-            for full in fulls
-            if version != newest[stage]
-        )
+        every = ((v, max(kept), fulls) for kept in self.kept.values() for v, fulls in kept.items())
+        old = (full for version, newest, fulls in every if version != newest for full in fulls)
+        return sum(full.untyped_storage().nbytes() for full in old)

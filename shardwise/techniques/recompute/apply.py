@@ -20,7 +20,7 @@ from shardwise.techniques.data.wrap_policy import Rule, blocks
 from shardwise.techniques.expert.apply import layers_of
 from shardwise.techniques.layers.plans import layer_plans
 from shardwise.techniques.recompute import choice
-from shardwise.techniques.recompute.checkpointed import NONE, Recomputed, recompute
+from shardwise.techniques.recompute.checkpointed import NONE, Recomputed
 from shardwise.techniques.recompute.host_activations import HostActivations
 from shardwise.techniques.recompute.kept import Generators
 
@@ -78,9 +78,9 @@ def on_host(
     model: nn.Module, plan: Plan, units: Rule, kinds: Mapping[str, str], starts: Sequence[str] = ()
 ) -> dict[str, tuple[int, int]]:
     """The blocks whose activations rest in host memory, each with its stage and its place."""
-    found = (
-        choice.on_host(model, plan, blocks(model, units), kinds) if plan.activations_on_host else ()
-    )
+    if not plan.activations_on_host:
+        return {}
+    found = choice.on_host(model, plan, blocks(model, units), kinds)
     _require_one_stage(found, starts, "activations:host, which moves the activations of")
     order = [name for name, _ in model.named_modules(remove_duplicate=False)]
     begins = sorted(order.index(start) for start in starts)
@@ -133,7 +133,9 @@ class Recomputation(Applied):
             self.host = HostActivations(model, world.tiers, self.hosted)
         self.arena, self.device = world.arenas.kept, world.storage
         keep = self.arena.keep if plan.arenas else None
-        self.modules = recompute(model, self.kinds, generators, axis, self.host, keep)
+        for name, kind in self.kinds.items():
+            module = model.get_submodule(name)
+            self.modules[name] = Recomputed(module, kind, generators, axis, self.host, keep)
         if self.host is not None:
             self.host.install(hooks=self.everything)
 

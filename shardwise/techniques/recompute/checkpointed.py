@@ -60,25 +60,6 @@ def computes_again() -> bool:
     return _AGAIN.get()
 
 
-def recompute(
-    model: nn.Module,
-    kinds: Mapping[str, str],
-    generators: Generators,
-    axis: Axis | None = None,
-    host: HostActivations | None = None,
-    keep: Keep | None = None,
-) -> dict[str, "Recomputed"]:
-    """Recompute activations of modules, in place; `kinds` maps their names to kinds. `axis` has the
-    ranks over which PARTITIONED splits inputs that are the same on all of them. With `host` what is
-    kept rests there. `keep` copies inputs that a gradient reaches to an arena.
-    """
-    found: dict[str, Recomputed] = {}
-    for name, kind in kinds.items():
-        module = model.get_submodule(name)
-        module.forward = found[name] = Recomputed(module, kind, generators, axis, host, keep)
-    return found
-
-
 def _copy(x: Any) -> Any:
     try:
         return copy.deepcopy(x, {id(t): t for t in leaves(x, Tensor, objects=True)})
@@ -87,14 +68,17 @@ def _copy(x: Any) -> Any:
 
 
 class Recomputed:
-    """Replaces the forward of a module by one with recomputation; `kind` may change later."""
+    """Replaces the forward of a module by one with recomputation; `kind` may change later. `axis`
+    has the ranks over which PARTITIONED splits inputs that are the same on all of them. With `host`
+    what is kept rests there. `keep` copies inputs that a gradient reaches to an arena.
+    """
 
     def __init__(
         self,
         module: nn.Module,
         kind: str,
         generators: Generators,
-        axis: Axis | None,
+        axis: Axis | None = None,
         host: HostActivations | None = None,
         keep: Keep | None = None,
     ) -> None:
@@ -104,6 +88,7 @@ class Recomputed:
         self.parts = list(module.modules())  # itself is the first
         self.run = graph_break(self._run)
         self.__wrapped__ = module.forward  # for inspect.signature
+        module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)

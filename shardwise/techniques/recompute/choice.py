@@ -42,22 +42,15 @@ def on_host(
     model: nn.Module, plan: Plan, blocks: Mapping[str, nn.Module], kinds: Mapping[str, str]
 ) -> tuple[str, ...]:
     """The blocks whose kept activations rest in host memory; `kinds` are the recomputed modules."""
+    word = f"activations:{plan.activations}"
     if not blocks:
-        raise bad(
-            f"activations:{plan.activations} for a {type(model).__name__}, in which no class of "
-            "modules repeats",
-            "a model with a list of blocks, whose activations go to host memory",
-            "the plan without this word",
-        )
+        given = f"{word} for a {type(model).__name__}, in which no class of modules repeats"
+        raise bad(given, "a model with a list of blocks", "the plan without this word")
     for name in kinds:
-        inside = first_inside(name, blocks)
-        if inside is not None:
-            raise bad(
-                f"recompute:{plan.recompute}, which recomputes {name}, with activations:"
-                f"{plan.activations}: {inside} inside of it is a block",
-                "recomputation of blocks, or of modules inside of them",
-                f"recompute:{inside}",
-            )
+        if inside := first_inside(name, blocks):
+            given = f"{word} and the recomputation of {name}, in which {inside} is a block"
+            allowed = "recomputation of blocks, or of modules inside of them"
+            raise bad(given, allowed, f"recompute:{inside}")
     return tuple(blocks)
 
 

@@ -136,7 +136,7 @@ class HostActivations:
             module.forward = _OnHost(module, self, place, hooks=hooks)
 
     def begin(self, batch: Any) -> None:
-        self.batch = set(map(_key, leaves(batch, Tensor, objects=True)))
+        self.batch = set(map(storage_of, leaves(batch, Tensor, objects=True)))
         self.most_fetched_bytes = self.fetched_bytes
         self.beside.clear()
 
@@ -237,8 +237,8 @@ def same(x: Any) -> Any:
 def _keys(module: nn.Module) -> set[int]:
     """The storages of the parameters and buffers, as they are: asking for them gathers nothing."""
     tables = [t for m in module.modules() for t in (m._parameters, m._buffers)]
-    return {_key(x) for table in tables for x in dict.values(table) if x is not None}
+    return {storage_of(x) for table in tables for x in dict.values(table) if x is not None}
 
 
-def _key(x: Tensor) -> int:
+def storage_of(x: Tensor) -> int:
     return x.untyped_storage()._cdata

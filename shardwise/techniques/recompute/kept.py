@@ -34,7 +34,7 @@ from shardwise.comm.move import move
 from shardwise.comm.world import Axis
 from shardwise.core.layouts.layout import I, S
 from shardwise.core.tools.tree import mapped
-from shardwise.techniques.recompute.host_activations import HostActivations, Kept, same
+from shardwise.techniques.recompute.host_activations import HostActivations, Kept, same, storage_of
 
 _ATEN: Final = torch.ops.aten
 
@@ -69,18 +69,17 @@ class KeptProducts:
         kept = self.outputs[func]
         if keep:
             for x in _tensors(out):
-                self.places[_storage(x)] = func, len(kept)
+                self.places[storage_of(x)] = func, len(kept)
         kept.append(tree_map_only(Tensor, _alias, out) if keep else None)
 
     def drop(self, changed: Any) -> None:
         """Drop outputs that share memory with tensors among `changed`."""
         for x in _tensors(changed):
-            func, index = self.places.get(_storage(x), (None, 0))
+            func, index = self.places.get(storage_of(x), (None, 0))
             if func is not None:
                 self.outputs[func][index] = None
 
     def replace(self, keep: Callable[[Tensor], Any]) -> None:
-        """Replace each output by the result of `keep`: a tensor, or `Kept`."""
         for kept in self.outputs.values():
             kept[:] = [tree_map_only(Tensor, keep, out) for out in kept]
 
@@ -135,10 +134,6 @@ def _is_kept(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> bool:
 
 def _tensors(values: Any) -> list[Tensor]:
     return [x for x in tree_leaves(values) if isinstance(x, Tensor)]
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
 
 
 def _alias(x: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ the model is not compared, and a line says so.
 import copy
 import math
 import sys
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -59,52 +58,46 @@ CLOSE: Final = 2e-5
 _FILL: Final = 0.1
 
 
-@dataclass(frozen=True)
-class Plain:
-    """The plain model without weights, its table, and what fills buffers that are on meta."""
-
-    twin: nn.Module
-    table: Table | None
-    fill: Fill
-
-
 def engine_of(model: nn.Module, build: Build, training: Training) -> Engine:
     """The engine of `model`, whose first step is compared if it has a tensor axis or `cp`."""
-    table = build.table
-    if build.world.dry or (table is None and build.plan.cp == 1):
+    if build.world.dry or (build.table is None and build.plan.cp == 1):
         return Engine(model, build, training)
-    plain = Plain(meta_copy(model), table, build.fill)
+    twin = meta_copy(model)
     engine = Engine(model, build, training)
-    engine.consistency.before_first = partial(compare, engine, plain)
+    engine.consistency.before_first = partial(compare, engine, twin, build.table, build.fill)
     return engine
 
 
-def compare(engine: Engine, given: Plain, batch: Any) -> None:
-    """Compare the first microbatch's loss on all ranks; all raise InputError if one's differs."""
+def compare(engine: Engine, twin: nn.Module, table: Table | None, fill: Fill, batch: Any) -> None:
+    """Compare the first microbatch's loss on all ranks; all raise InputError if one's differs.
+    `twin` is the plain model without weights; `fill` fills its buffers that are on meta.
+    """
     world = engine.world
-    needed = COPIES * sum(p.numel() * p.element_size() for p in given.twin.parameters())
+    needed = COPIES * sum(p.numel() * p.element_size() for p in twin.parameters())
     with world.ledger.phase("compare"):
         if not _fits(needed, world):
-            _not_compared(engine, given.table, f"it needs {needed:,} bytes on each rank")
+            _not_compared(engine, table, f"it needs {needed:,} bytes on each rank")
             return
-        losses, short = _losses(engine, given, batch)
+        plain = _with_weights(engine, twin, fill)
+        losses, short = _losses(engine, plain, table, batch)
+        del plain
         collect()  # modules and their hooks refer to one another
-        _require(losses, engine, given.table, short=short)
+        _require(losses, engine, table, short=short)
 
 
-def _losses(engine: Engine, given: Plain, batch: Any) -> tuple[tuple[float, float], bool]:
+def _losses(
+    engine: Engine, plain: nn.Module, table: Table | None, batch: Any
+) -> tuple[tuple[float, float], bool]:
     world = engine.world
-    dtype = torch.float32 if engine.dtype in HALF else engine.dtype
-    plain = _with_weights(engine, given, dtype)
     sharded = copy.deepcopy(plain)
     losses, rounding = (0.0, 0.0), _Rounding()
     with seeded(world.device, 0):
-        tensors = lay_out(sharded, world, engine.plan.sp, given.table)
+        tensors = lay_out(sharded, world, engine.plan.sp, table)
         share = split(batch, engine.microbatches, count=engine.rows)[0]
         if not is_empty(share, engine.rows):
             share = on_device(share, world.device)
             for each in (plain, sharded):
-                share = widened(share, dtype, each)
+                share = widened(share, _dtype(engine), each)
             alone = partial(_loss, engine, plain, nowhere(), share)
             with rounding, validate.sharded(engine.plan, alone):
                 second = _loss_of_all(engine, sharded, tensors, share)
@@ -171,12 +164,16 @@ def free_bytes(world: World) -> tuple[int, float]:
     return host_number(), host_memory.free_bytes()
 
 
-def _with_weights(engine: Engine, given: Plain, dtype: torch.dtype | None) -> nn.Module:
-    state, world, plain = full_state_dict(engine), engine.world, copy.deepcopy(given.twin)
-    materialise(plain, world.device, given.fill)
+def _dtype(engine: Engine) -> torch.dtype | None:
+    return torch.float32 if engine.dtype in HALF else engine.dtype
+
+
+def _with_weights(engine: Engine, twin: nn.Module, fill: Fill) -> nn.Module:
+    state, world, plain = full_state_dict(engine), engine.world, copy.deepcopy(twin)
+    materialise(plain, world.device, fill)
     for p in plain.parameters():
         become(p, torch.empty(p.shape, dtype=p.dtype, device=world.device))
-    cast_whole(plain, dtype, world.device)
+    cast_whole(plain, _dtype(engine), world.device)
     persistent = plain.state_dict()
     tensors = dict(plain.named_parameters()) | {
         name: b for name, b in plain.named_buffers() if name in persistent

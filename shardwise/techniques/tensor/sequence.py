@@ -21,7 +21,6 @@ one key head are on 2 ranks, and each rank computes the gradient of k and v from
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -38,43 +37,29 @@ from shardwise.techniques.tensor.linear import Stream
 
 def rows(module: nn.Module, stream: Stream, fresh: bool) -> None:
     """Sum a row-parallel layer's outputs, then add the bias once; `fresh` ones are overwritten."""
-    holder = _Bias()
-    module.register_forward_pre_hook(holder.remove)
-    after = partial(_after_rows, stream, holder, fresh)
-    module.register_forward_hook(after, prepend=True, always_call=True)
+    removed: list[nn.Parameter] = []
 
-
-class _Bias:
-    """The bias of a layer, removed while each rank computes its partial sum."""
-
-    def __init__(self) -> None:
-        self.bias: nn.Parameter | None = None
-
-    def remove(self, module: nn.Module, args: Any) -> None:
-        """Pre-hook: the layer computes without its bias."""
+    def before(module: nn.Module, _: Any) -> None:
+        """The layer computes without its bias."""
         bias = module._parameters.get("bias")
-        if bias is None:
-            return
-        self.bias = bias
-        # other classes may add the bias themselves (transformers' Conv1D)
-        zeros = None if type(module) is nn.Linear else torch.zeros_like(bias.detach())
-        module._parameters["bias"] = zeros  # pyright: ignore[reportArgumentType]
+        if bias is not None:
+            removed.append(bias)
+            # other classes may add the bias themselves (transformers' Conv1D)
+            zeros = None if type(module) is nn.Linear else torch.zeros_like(bias.detach())
+            module._parameters["bias"] = zeros  # pyright: ignore[reportArgumentType]
 
-    def put_back(self, module: nn.Module) -> nn.Parameter | None:
-        bias, self.bias = self.bias, None
+    def after(module: nn.Module, _: Any, y: Tensor | None) -> Tensor | None:
+        """Put the bias back, and add it; without `y` the layer raised an error."""
+        bias = removed.pop() if removed else None
         if bias is not None:
             module._parameters["bias"] = bias
-        return bias
+        if y is None:
+            return None
+        y = stream.leave(y, fresh)
+        return y if bias is None else y + bias.to(y.dtype)  # 16 bits under autocast
 
-
-def _after_rows(
-    stream: Stream, holder: _Bias, fresh: bool, module: nn.Module, _: Any, y: Tensor | None
-) -> Tensor | None:
-    bias = holder.put_back(module)
-    if y is None:  # the layer raised an error
-        return None
-    y = stream.leave(y, fresh)
-    return y if bias is None else y + bias.to(y.dtype)  # 16 bits under autocast
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, prepend=True, always_call=True)
 
 
 def change_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:

@@ -50,7 +50,6 @@ class Shards:
         return self.moves.take(full, self.cut) if self.axis.size > 1 else None
 
     def loss(self, local: Tensor, targets: Tensor, /, **options: Unpack[LossOptions]) -> Tensor:
-        """The vocabulary-parallel cross-entropy (kernels/cross_entropy.py)."""
         return sharded_cross_entropy(local, (self.axis, self.cut), targets, **options)
 
 

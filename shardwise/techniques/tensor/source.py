@@ -43,19 +43,14 @@ from shardwise.techniques.tensor.tensor_table import (
 
 def table_of(model: nn.Module, table: Table | Mapping[str, str] | None = None) -> Table:
     """The argument `table` (a dict has the heads of the model's own table), or that own table."""
-    return with_adapters(_table_of(model, table), model)
-
-
-def _table_of(model: nn.Module, table: Table | Mapping[str, str] | None) -> Table:
-    if isinstance(table, Table):
-        return table
-    own = own_table(model)
-    if table is not None:
+    if not isinstance(table, Table):
+        own = own_table(model)
+        if table is None and own is None:
+            raise without(model, "has no table of styles")
         heads = (own.heads, own.kv_heads) if own else (None, None)
-        return Table.of(table, *heads)
-    if own is None:
-        raise without(model, "has no table of styles")
-    return own
+        table = Table.of(table, *heads) if table is not None else own
+    assert table is not None
+    return with_adapters(table, model)
 
 
 def own_table(model: nn.Module) -> Table | None:
@@ -123,9 +118,8 @@ def without(model: nn.Module, why: str) -> InputError:
     """The error for a model without a table."""
     return bad(
         f"tensor parallelism of a {type(model).__name__}, which {why}",
-        "a table passed as table= (verify: --table FILE), a model with the attribute tensor_table, "
-        "a model of transformers that has a tensor plan, or one that is derived; see "
-        "docs/how-to/tables.md",
+        "table= (verify: --table FILE), a model with the attribute tensor_table, or one of "
+        "transformers with a tensor plan (docs/how-to/tables.md)",
         "table=sw.derive_table(model, batch, ranks=2, loss=loss).table, or shardwise table MODEL",
     )
 

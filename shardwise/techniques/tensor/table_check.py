@@ -103,10 +103,7 @@ def _kinds(placed: _Placed) -> Iterator[_Fault]:
             yield _Fault(name, what, allowed, f'"{{name}}": "whole", or "{style}" for one in it')
         elif style.name in ("replicated", "sequence") and inside:
             given = f'{what}, which includes {general(inside)}, "{placed.style(inside)}"'
-            allowed = (
-                f"{style} for a module that contains no module with an entry; move a parameter "
-            )
-            allowed += "that the block itself uses to a module of its own"
+            allowed = f"{style} for a module that contains no module with an entry"
             yield _Fault(name, given, allowed, 'an entry for each module in "{name}"')
 
 
@@ -128,9 +125,7 @@ def _heads(placed: _Placed) -> Iterator[Problem]:
         yield Problem(given, allowed, "sw.Table.of({...}, heads=8, kv_heads=2)")
     elif counting and table.heads and keys and table.heads % keys:
         given = f"a table with heads={table.heads}, kv_heads={keys}"
-        yield Problem(
-            given, "kv_heads that divide heads", "the model's number of key and value heads"
-        )
+        yield Problem(given, "kv_heads that divide heads", "the model's number of key heads")
     elif counting and table.heads and table.heads < placed.ranks:
         given = f"tp{placed.ranks} for a model of {table.heads} query heads"
         allowed = f"the degrees 1 to {table.heads}, so that every rank has a head"

@@ -110,7 +110,6 @@ class Tiling:
         return self.params[name].name if name in self.params else name
 
     def place(self, name: str) -> dict[str, int]:
-        """The coordinate of the parameter `name` on the axis of tiles."""
         return {TILE: self.params[name].place} if name in self.params else {}
 
     def release(self, device: torch.device | None) -> None:

@@ -172,20 +172,10 @@ def test_what_actions_cost():
         assert clock(build(word, 1), ActionCosts(hop=9)).bubble == 0
 
 
-def test_memory_in_bytes():
-    """Tapes and messages that each rank holds between two steps; a tape is held until its W."""
-
-    def held(schedule, **stage_bytes: tuple[float, ...]) -> tuple[float, ...]:
-        size = lambda t: stage_bytes[t.kind][t.stage] if t.kind in stage_bytes else 0.0  # noqa: E731
-        return peaks(schedule, size)
-
-    schedule = build("1f1b:4", 2)
-    assert held(schedule, tape=(4, 3)) == (8, 3)
-    # beside its two tapes rank 0 has the output that it is about to send
-    assert held(schedule, tape=(4, 3), act=(1, 1), grad=(0, 1)) == (9, 3)
+def test_a_tape_is_held_until_its_w():
+    """I leaves the rest of a tape."""
     assert peaks(read("rank 0 F0 I0 F1 W0 I1 W1")) == (2,)
     assert peaks(read("rank 0 F0 I0 W0 F1 I1 W1")) == (1,)
-    assert held(read("rank 0 F0 I0 F1 W0 I1 W1"), tape=(4,), rest=(1,)) == (5,)
 
 
 @pytest.mark.parametrize(

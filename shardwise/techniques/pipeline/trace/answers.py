@@ -83,6 +83,5 @@ class AnswerReplay:
 
     @property
     def fits(self) -> bool:
-        """Whether all of the trace was played, with its answers."""
         complete = self.stage.index == len(self.trace.events)
         return complete and tuple(self.found) == self.trace.answers

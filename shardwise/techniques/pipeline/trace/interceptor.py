@@ -117,9 +117,9 @@ class Glue(TorchFunctionMode):
             return _LENT[func](*args, **kwargs)
         if func in _GRADIENTS:
             raise bad(
-                "a gradient inside of the forward of a pipeline (a gradient penalty, say): its "
-                "backward pass would run through the stages of other ranks",
-                "losses without torch.autograd.grad or backward, or a plan without pp",
+                "a gradient inside of the forward of a pipeline, whose backward pass would run "
+                "through the stages of other ranks",
+                "losses without torch.autograd.grad or backward",
                 "'dp2', or the same plan without pp, its schedule and zero3",
             )
         if func in _ANSWERS and args[0].is_meta:

@@ -63,7 +63,6 @@ class OutsideBuffers:
         }
 
     def use(self, x: Tensor, what: Any, stage: int) -> None:
-        """An operation in this stage takes the tensor, which is no value."""
         attribute = getattr(what, "__name__", "") == "__get__"
         if what is Tensor.zero_:
             self.storages.pop(storage_of(x), None)  # what it had before has no effect

@@ -264,7 +264,6 @@ class StageLayers:
         return tuple([m.training for m in modules]), tuple([p.requires_grad for p in params])
 
     def known_values(self) -> Sequence[tuple[str, tuple[int, ...], Tensor]]:
-        """Name, stages and the twin's tensor of every parameter and buffer, in their order."""
         buffers = [(f"the buffer {n}", at, table[k]) for n, at, (table, k), _ in self.buffers]
         return [*((f"the parameter {n}", at, p) for n, at, p in self.parameters), *buffers]
 
@@ -279,7 +278,6 @@ class StageLayers:
         return self.own[stage] | buffers
 
     def number_buffers(self, put: Callable[[Tensor, int], None]) -> None:
-        """Call `put` with each buffer in a layer, ours and the twin's, and its number."""
         for number, (_, _, (table, key), ours) in enumerate(self.buffers, len(self.parameters)):
             put(table[key], number)
             if ours is not None:
