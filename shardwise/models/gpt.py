@@ -9,9 +9,6 @@ Shapes are suffixes of names:
     T  positions in a sequence         F  hidden width of the feed-forward layer
     V  vocabulary                      H  query heads
     E  width of one head, D / H        K  key and value heads, a divisor of H
-
-The model has no buffers: the rotation depends only on T and takes microseconds to compute. So a
-model made on the meta device needs nothing but its parameters.
 """
 
 from dataclasses import asdict, dataclass

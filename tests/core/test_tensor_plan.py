@@ -244,7 +244,7 @@ UNFIT = [
     ),
     # heads
     (table(heads=None, kv_heads=None), "in a table without heads=", "heads=8, kv_heads=2"),
-    (table(kv_heads=3), "heads=8, kv_heads=3", "key and value heads"),
+    (table(kv_heads=3), "heads=8, kv_heads=3", "key heads"),
     (table(heads=2, kv_heads=1), "tp4 for a model of 2 query heads", "tp2"),
     # sizes and results
     (table({"blocks.*.mlp.up": "colwise:5"}), "192 output features", '.mlp.up": "colwise"'),

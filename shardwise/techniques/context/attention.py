@@ -4,19 +4,14 @@
     cp4:ulysses    Ulysses on 4
     cp4:2x2        Ulysses on 2 ranks inside a host, a ring of 2 across (the outer axis)
 
-Either axis may have one rank; with one rank on both this is PyTorch's attention. (The combination:
-Fang and Zhao, "USP", arXiv 2405.07719.) In Ulysses an all-to-all gives each rank whole sequences of
-some heads, and another one goes back:
+(The combination: Fang and Zhao, "USP", arXiv 2405.07719.) In Ulysses an all-to-all gives each rank
+whole sequences of some heads, and another one goes back:
 
     q, k, v (B, H, T/n, D)  --all-to-all-->  (B, H/n, T, D)  -->  attention
     out     (B, H, T/n, D)  <--all-to-all--  (B, H/n, T, D)  <--
 
-(Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509, section 3.) Any attention may run in the
-middle: that of one device, or a ring over another axis. If there are fewer key heads than ranks,
-each is repeated until every rank has one.
-
-The rows of a mask are sent in the forward pass alone, a boolean in one byte, unless it has those of
-all ranks.
+(Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509, section 3.) If there are fewer key heads than
+ranks, each is repeated until every rank has one.
 
 In ring attention keys and values travel round a ring of ranks, which keep their queries:
 
@@ -31,8 +26,7 @@ In ring attention keys and values travel round a ring of ranks, which keep their
 and values round once more. The gradients of block b begin on rank b + 1, follow the block, and end
 on rank b, which adds its own contribution.
 
-The bytes of both are in docs/explanation/context.md; a message with no position is not sent. On
-CUDA, `open_ways` prepares the pairs (r, r + 1 mod n).
+The bytes of both are in docs/explanation/context.md.
 """
 
 import math

@@ -12,9 +12,7 @@ layer computes the experts that all tokens share. All ranks know the counts from
 without rows takes part with none.
 
 `torch.nn.functional.grouped_mm` multiplies the rows of all experts at once: 3 products instead of
-3 E, and 9 instead of 9 E with the backward pass. It also saves the stacking of the experts'
-gradients. On a CPU it is three times as fast with 64 experts, and faster or slower with 4, by the
-rows (benchmarks/results/experts.toml).
+3 E, and 9 instead of 9 E with the backward pass (benchmarks/results/experts.toml).
 """
 
 from collections.abc import Callable

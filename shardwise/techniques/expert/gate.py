@@ -142,9 +142,7 @@ class Gate:
             lined.loads,
             lined.wanted_by_choice.sum(0),
             lined.dropped,
-            lined.facts.finite,
-            tokens,
-            lined.facts.entropy,
+            lined.facts,
             losses_of(asked, batch, logits, choice.probabilities, of, counts, tokens),
         )
 
@@ -207,8 +205,6 @@ class Gate:
             loads,
             loads.sum(0),
             0,
-            known.finite,
-            tokens,
-            known.entropy,
+            known,
             losses_of(asked, batch, logits, scores, weights, counts, tokens),
         )

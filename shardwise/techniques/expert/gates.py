@@ -14,8 +14,6 @@ Capacity, places and losses are the same for all gates (gate.py). The auxiliary 
 Each is a function of sums over all tokens of the global batch. One message moves the sums P -> R on
 the data axes, so every data rank computes the same loss and its exact gradient.
 
-Hard gates give each token one expert with weight 1.
-
     random number = hash(seed, name of the layer, number of the pass, place in the global batch)
 
 A pass is a microbatch, and a buffer, saved with the model, numbers the passes. So one process, any

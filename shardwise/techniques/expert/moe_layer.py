@@ -70,7 +70,8 @@ class Load(NamedTuple):
     def of(cls, routing: Routing) -> "Load":
         computed = tuple(routing.loads.sum(0).tolist())
         wanted = tuple(routing.wanted.tolist())
-        return cls(computed, wanted, routing.dropped, routing.tokens, routing.entropy)
+        facts = routing.facts
+        return cls(computed, wanted, routing.dropped, facts.tokens, facts.entropy)
 
     def plus(self, other: "Load") -> "Load":
         """The load of both."""
@@ -176,9 +177,9 @@ class MoE(nn.Module):
             logits, self.place.batch, extra, losses=self.training, layer=self._name
         )
         place = self.place
-        goes_on = self.training and place.skips() and not all(routing.finite)
+        goes_on = self.training and place.skips() and not all(routing.facts.finite)
         if not goes_on:
-            require_finite(self._name, routing.finite, "data rank")
+            require_finite(self._name, routing.facts.finite, "data rank")
         self._remember(routing, extra.bias)
         exchange = Exchange.of(routing, place.batch, place.ep, place.peers)
         token = exchange.choices // routing.experts.shape[1]

@@ -84,6 +84,33 @@ VALID: Final = 2
 
 
 @dataclass(frozen=True)
+class RoutingFacts:
+    """Facts of the logits of the global batch.
+
+    sizes    by data rank, the number of tokens
+    finite   by data rank, whether all logits are finite
+    entropy  of the softmax of a token's logits, in nats: the mean over the tokens
+    valid    by data rank, whether every assigned expert exists
+    """
+
+    sizes: tuple[int, ...] = ()
+    finite: tuple[bool, ...] = ()
+    entropy: float = 0.0
+    valid: tuple[bool, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.sizes)
+
+    @classmethod
+    def of(cls, packed_RT: Tensor) -> "RoutingFacts":
+        sizes, flags, _ = packed_RT.t().tolist()
+        summed = float(packed_RT[:, -1].contiguous().view(torch.float64).sum())
+        finite, valid = (tuple(bool(flag & bit) for flag in flags) for bit in (FINITE, VALID))
+        return cls(tuple(sizes), finite, summed / max(1, sum(sizes)), valid)
+
+
+@dataclass(frozen=True)
 class Routing:
     """Where each token goes.
 
@@ -93,9 +120,6 @@ class Routing:
     loads      [R, E] how many choices of each data rank each expert computes, on the host
     wanted     [E] how many choices of the global batch each expert had before any was dropped
     dropped    choices of the global batch beyond the capacity
-    finite     by data rank, whether its logits are all finite
-    tokens     of the global batch
-    entropy    of the softmax of a token's logits, in nats: the mean over the global batch
     losses     auxiliary losses by name, of the global batch, without their coefficients
     """
 
@@ -105,9 +129,7 @@ class Routing:
     loads: Tensor
     wanted: Tensor
     dropped: int
-    finite: tuple[bool, ...]
-    tokens: int = 0
-    entropy: float = 0.0
+    facts: RoutingFacts = RoutingFacts()
     losses: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -119,7 +141,7 @@ class Queues:
     loads: Tensor
     wanted_by_choice: Tensor  # [K, E] choices of the global batch, kept or not
     dropped: int
-    facts: "RoutingFacts"
+    facts: RoutingFacts
 
 
 def capacity_of(factor: float | None, choices: int, experts: int) -> int | None:
@@ -173,27 +195,6 @@ def queues(
     positions_NK = torch.where(lost, -1, places).view(k, n).t()
     dropped = int(counts_RKE.sum() - kept_RKE.sum())
     return Queues(positions_NK, kept_RKE.sum(1), slots_KE, dropped, known)
-
-
-@dataclass(frozen=True)
-class RoutingFacts:
-    """The data ranks' facts of their logits; `valid`: every assigned expert exists."""
-
-    sizes: tuple[int, ...]
-    finite: tuple[bool, ...]
-    entropy: float = 0.0
-    valid: tuple[bool, ...] = ()
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.sizes)
-
-    @classmethod
-    def of(cls, packed_RT: Tensor) -> "RoutingFacts":
-        sizes, flags, _ = packed_RT.t().tolist()
-        summed = float(packed_RT[:, -1].contiguous().view(torch.float64).sum())
-        finite, valid = (tuple(bool(flag & bit) for flag in flags) for bit in (FINITE, VALID))
-        return cls(tuple(sizes), finite, summed / max(1, sum(sizes)), valid)
 
 
 def pack_facts(logits_NE: Tensor, valid: Tensor | None = None) -> Tensor:

@@ -71,7 +71,7 @@ class StackedOnRanks:
         x_ND = x_ND[:0] if no_rows else x_ND
         experts_NK = top_k_index[:0] if no_rows else top_k_index
         loads = self._loads(experts_NK, weights_NK)
-        routing = Routing(experts_NK, weights_NK, experts_NK, loads, loads.sum(0), 0, ())
+        routing = Routing(experts_NK, weights_NK, experts_NK, loads, loads.sum(0), 0)
         exchange = Exchange.of(routing, place.batch, place.ep, place.peers)
         token = exchange.choices // experts_NK.shape[1]
         rows = exchange.dispatch(x_ND.index_select(0, token))

@@ -16,8 +16,6 @@ The trace (tracer.py) lists the events of the forward: calls of layers, and oper
                                       tensor received for that value
     an event of this stage            is computed, with received tensors for values of earlier ones
     a layer of a later stage          ends the stage: the exception `Over` leaves the user's code
-
-This costs about 4 us per operation, about 5 us per layer, and nothing inside of a layer.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@
     selective    and the outputs of products (kept.py)      the same, without these products
     partitioned  a part of its inputs (kept.py)             gathers them, then as full
 
-Kept tensors may rest in host memory (host_activations.py).
-
 All use torch.utils.checkpoint without reentrant autograd, around the module's own `forward`, so
 hooks on the module run once. The second forward ends at the last tensor that autograd needs. It
 computes the same as the first:

@@ -3,12 +3,12 @@
     plain     a copy of the model with all weights                        loss
     sharded   the same copy on the tensor axis, or on some positions      loss: must be equal
 
-Code may compute with a rank's part of a length (`h / h.shape[-1]` of a sharded dim), a fixed number
-of heads, or the positions of a sequence. It runs, and is wrong. Before its first update each rank
-computes the loss of its first microbatch twice, forward only; `shardwise verify` proves gradients
-too. Dropout draws nothing: modules are in eval mode, apart from recurrent layers. A pass that draws
-random numbers proves nothing: ranks draw others for sharded activations. Parameters that begin as
-zeros have other values in both copies, so that no layer is hidden.
+Code that computes with a rank's part of a length (`h / h.shape[-1]` of a sharded dim) or a fixed
+number of heads runs, and is wrong. Before its first update each rank computes the loss of its first
+microbatch twice, forward only; `shardwise verify` proves gradients too. Dropout draws nothing:
+modules are in eval mode, apart from recurrent layers. A pass that draws random numbers proves
+nothing: ranks draw others for sharded activations. Parameters that begin as zeros have other values
+in both copies, so that no layer is hidden.
 
 While it compares, a rank holds two copies of the plain model's parameters. With too little memory
 the model is not compared, and a line says so.

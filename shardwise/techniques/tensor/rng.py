@@ -8,9 +8,8 @@ has the same state on every rank of the axis. The rank's own is seeded for each 
 default generator and the rank. So the state of the default generator determines both: saving and
 restoring it restores both, and `torch.utils.checkpoint` draws the same masks when it recomputes.
 
-`ShardedRandom`, a torch function mode, knows which activations are sharded: hooks mark the outputs
-of the modules in the tensor plan, and results computed from a marked tensor are marked. It does not
-see inside custom autograd functions and compiled regions.
+`ShardedRandom` knows which activations are sharded: hooks mark the outputs of the modules in the
+table, and results computed from a marked tensor are marked.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

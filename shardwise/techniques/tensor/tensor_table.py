@@ -18,10 +18,8 @@
 
 Patterns are fnmatch's: `*` matches dots too. Under the plan word sp, `sequence` entries precede the
 others. `sets` names attributes that count heads, which become this rank's numbers.
-
-Two consecutive linear layers need one all-reduce if the first is sharded by columns (`colwise`) and
-the second by rows (`rowwise`) (arXiv 1909.08053, section 3). Norms and residuals on shards of the
-sequence are described in arXiv 2205.05198, section 4.
+(Megatron-LM, arXiv 1909.08053, section 3; norms and residuals on shards of the sequence, arXiv
+2205.05198, section 4.)
 """
 
 import fnmatch
