@@ -1,7 +1,7 @@
-"""Memory over ten steps: every live storage must belong to a category with the predicted bytes.
+"""Memory over six steps: every live storage must belong to a category with the predicted bytes.
 
-observe/meter.py tracks an engine of the plan while it is built, takes ten steps and evaluates once.
-After the third and the tenth step the bytes of each category by its formula are compared with the
+observe/meter.py tracks an engine of the plan while it is built, takes six steps and evaluates once.
+After the third and the sixth step the bytes of each category by its formula are compared with the
 sizes of the live storages. In host memory these are counted from the storages that
 comm/tiers/tiers.py knows too, since a category may leave one out.
 
@@ -35,7 +35,7 @@ from shardwise.verify.finding import Costs
 from shardwise.verify.oracles import textbook
 from shardwise.verify.oracles.loads import Loads
 
-READ_AFTER: Final = (3, 10)
+READ_AFTER: Final = (3, 6)
 MEASURED_STEP: Final = 4
 EVALUATED_STEP: Final = 1  # an evaluation follows it
 #: What kernels may save in place of what is predicted: relative, and the bytes of flags and sums.

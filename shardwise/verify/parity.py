@@ -153,7 +153,7 @@ def engine_of(
         engine = build_engine(model, plan, world, chosen)
     engine.load_scalars(engine.scalars() | {"loss_scale": LOSS_SCALE})
     engine.consistency.before_first = None  # the proof compares with the plain model itself
-    if live is None:  # updates in several parts, and later than in the run of ten steps
+    if live is None:  # updates in several parts, and later than in the run that measures memory
         half = sum(flat.shard.nbytes for flat in engine.flats if flat.trained) // 2 + 1
         engine.optimizer.early_bytes, engine.optimizer.host.late = half, True
     return engine

@@ -79,7 +79,7 @@ def read(plan: str) -> Plan:
 
 
 def small(patch: pytest.MonkeyPatch, *, ten_steps: bool = False) -> None:
-    """Proofs are of the models of micro.py; memory is read after ten steps, or after one."""
+    """Proofs are of the models of micro.py; memory is read after six steps, or after one."""
     patch.setattr(parity, "find", micro.find)
     if not ten_steps:
         patch.setattr(memory, "READ_AFTER", (1,))
