@@ -284,10 +284,7 @@ def fill(trained: Engine | PlainLoop, folder: Path, check: Check) -> dict[str, A
     opened = _peek(folder)
     world, pages = trained.world, _pages(trained)
     if opened is not None and IMPORTED in opened.scalars and isinstance(trained, Engine):
-        boxes = _of_weights(trained, set(opened.metadata.state_dict_metadata))
-        saved = reading.load(folder, boxes, world, check, True, pages)
-        trained.loaded()
-        return saved
+        return fill_weights(trained, folder, check)
     kind = "engine" if isinstance(trained, Engine) else LOOP
 
     def checked(opened: OpenCheckpoint) -> None:
@@ -308,8 +305,7 @@ def fill(trained: Engine | PlainLoop, folder: Path, check: Check) -> dict[str, A
     # none where `checked` refuses the checkpoint on every rank
     said = None if opened is None else opened.scalars.get(kind)
     boxes = _boxes(trained, opened, said) if opened and isinstance(said, dict) else []
-    if opened and not opened.scalars.get("frozen", True):
-        boxes = [box for box in boxes if box.name in opened.tensors]
+    boxes = _saved(boxes, opened)
     given = _given(opened.tensors) if boxes and opened else {}
     saved = reading.load(folder, boxes + _of_extra(given, world), world, checked, pages=pages)
     if "values" in saved:
@@ -317,6 +313,23 @@ def fill(trained: Engine | PlainLoop, folder: Path, check: Check) -> dict[str, A
     if isinstance(trained, Engine):
         trained.load_scalars(saved[kind])
     trained.loaded()
+    return saved
+
+
+def _saved(boxes: list[Box], opened: OpenCheckpoint | None) -> list[Box]:
+    """Those that are in a checkpoint, if it was saved without frozen weights."""
+    if opened is None or opened.scalars.get("frozen", True):
+        return boxes
+    return [box for box in boxes if box.name in opened.tensors]
+
+
+def fill_weights(engine: Engine, folder: Path, check: Check | None = None) -> dict[str, Any]:
+    """Load the weights and buffers alone; returns the checkpoint's scalars. Raises like `load`."""
+    opened = _peek(folder)
+    boxes = _of_weights(engine, set(opened.metadata.state_dict_metadata if opened else ()))
+    boxes = _saved(boxes, opened)
+    saved = reading.load(folder, boxes, engine.world, check, True, _pages(engine))
+    engine.loaded()
     return saved
 
 

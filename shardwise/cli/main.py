@@ -300,7 +300,7 @@ def _train_here(settings: "Config", start: "RunStart", stop: "StopSignal", *, lo
         run(settings, world, start, stop=stop, locked=locked)
     finally:
         world.close()
-    return 0
+    return stop.code
 
 
 def _launch(config: Path, overrides: Sequence[str], start: "RunStart", ranks: int) -> int:

@@ -184,6 +184,20 @@ class TrainSection(BaseModel):
         description="if the loss or a gradient of a step is not finite: `raise` ends the run, "
         "`skip` skips the update (not with `pipedream` and `2bw`)",
     )
+    init_from: PathText | None = Field(
+        default=None,
+        description="the folder of a run, or a checkpoint in it, whose weights alone a new run of "
+        "the same sizes begins with",
+    )
+    compile: bool = Field(
+        default=False,
+        description="compile the repeated blocks with torch.compile (not under `tp`, `cp`, `pp`)",
+    )
+    record_every: Size = Field(
+        default=1,
+        description="steps between two records; only then does the host wait for the device, and "
+        "is a signal seen",
+    )
     seed: int = Field(
         default=0,
         ge=0,
@@ -250,6 +264,12 @@ class RunSection(BaseModel):
     )
     callbacks: tuple[PathText, ...] = Field(
         default=(), description="callbacks of your own, each `file.py:function`"
+    )
+    max_hours: float | None = Field(
+        default=None,
+        gt=0,
+        description="hours of steps after which the run saves and ends with exit code 75, for a "
+        "batch system that queues it again (`--resume auto`); unset: no limit",
     )
     profile: bool = Field(
         default=False,

@@ -21,9 +21,10 @@ from rich.console import Console
 from torch import profiler
 
 from shardwise.callbacks.callback import Callbacks
+from shardwise.checkpoint.engines import fill_weights
 from shardwise.checkpoint.folder import all_in, find, passed_over
 from shardwise.comm.move import on_all_ranks, on_rank_zero
-from shardwise.comm.start.worker import NOTHING, StopSignal
+from shardwise.comm.start.worker import NOTHING, REQUEUE, StopSignal
 from shardwise.comm.world import World
 from shardwise.core.errors import NonFiniteError
 from shardwise.engine.checks.consistency import require_same
@@ -33,17 +34,27 @@ from shardwise.engine.step_end import Metrics as StepMetrics
 from shardwise.engine.step_end import Progress
 from shardwise.train import metrics, progress, run_folder
 from shardwise.train.config import Config
-from shardwise.train.data.data import Index, block, unigram_entropy
+from shardwise.train.data.data import unigram_entropy
 from shardwise.train.metrics import Record, step_loads
 from shardwise.train.model import (
     Batch,
-    batch,
     build,
     learning_rate,
     with_least_offload,
 )
 from shardwise.train.prepare import PreparedRun, RunStart, hold_folder, prepare
-from shardwise.train.run import Position, Run, RunSaves, finish, is_due, load_run, on_any_rank, say
+from shardwise.train.run import (
+    Position,
+    Prefetch,
+    Run,
+    RunSaves,
+    finish,
+    is_due,
+    load_run,
+    on_any_rank,
+    say,
+    share,
+)
 from shardwise.train.summary import Summary
 
 LOCK_PATIENCE_S = 5.0  # for the ranks of torchrun and Slurm: a restart may come before an end
@@ -76,7 +87,7 @@ def train(
         stop.leaving = False  # from here on, all ranks stop together
         require_same_inputs(prepared, world)
         engine = build(prepared, world)
-        at = load_run(prepared, engine) if start.resume else Position()
+        at = load_run(prepared, engine) if start.resume else begun(prepared, engine)
         # every rank has checked the folder and built the engine, before rank 0 changes the folder
         if any(on_any_rank(world, stop.received)):
             return say(NOTHING, world, console)
@@ -90,6 +101,14 @@ def train(
             stopped = steps(run, at)
             run.saves.close()
         return None if stopped else finish(run, at, console)
+
+
+def begun(prepared: PreparedRun, engine: Engine) -> Position:
+    """The first position of a new run, with the weights of `train.init_from`."""
+    folder = on_rank_zero(lambda: run_folder.first_weights(prepared.config), engine.world)
+    if folder is not None:
+        fill_weights(engine, folder)
+    return Position()
 
 
 def require_same_inputs(prepared: PreparedRun, world: World) -> None:
@@ -122,9 +141,12 @@ def begin(
     writing = metrics.MetricsWriter(opened[0] if first else None, callbacks)
     saves = RunSaves(prepared, engine, writing.saved)
     stack.push(lambda kind, *_: saves.close(failed=kind is not None))
+    batches = Prefetch(prepared, engine)
+    stack.callback(batches.close)
     return Run(
         prepared=prepared,
         engine=engine,
+        batches=batches,
         peak_flops=metrics.peak_flops(config.run.cluster, prepared.plan, world.device),
         unigram=unigram_entropy(prepared.corpus) if first else math.nan,
         metrics=writing,
@@ -166,48 +188,44 @@ def opening(run: Run, at: Position) -> None:
 
 def steps(run: Run, at: Position) -> bool:
     """Train from `at` to the last step; True if a signal stopped it before."""
-    config = run.prepared.config.train
+    config, hours = run.prepared.config.train, run.prepared.config.run.max_hours
+    ends_s = math.inf if hours is None else time.monotonic() + 3600 * hours
+    before, began_s = at, time.perf_counter()
     while at.step < config.steps:
-        numbers = run.prepared.batches.numbers(at.consumed)
-        began = time.perf_counter()
         run.engine.set_lr(learning_rate(at.step, config))
-        mine = share(run, numbers)
+        count, mine = run.batches.take(at.consumed)
         done = train_step(run, mine)
-        seconds = time.perf_counter() - began
         run.profiled()
-        at = Position(at.step + 1, at.consumed + len(numbers))
+        at = Position(at.step + 1, at.consumed + count)
         last = at.step == config.steps
-        validation = None
         due = is_due(at.step, config.save_every)
-        if last or is_due(at.step, config.eval_every) or (due and config.keep_best):
-            validation = evaluate(run)
-        entry = record(run, done, at, seconds)
+        evaluates = last or is_due(at.step, config.eval_every) or (due and config.keep_best)
+        if not (evaluates or due or is_due(at.step, config.record_every)):
+            continue
+        entry = record(run, done, at, before, began_s)
+        validation = evaluate(run) if evaluates else None
         tell(run, replace(entry, validation=validation))
         world, failure = run.engine.world, bool(run.metrics.failure)
-        writing, lost = not run.saves.written, run.saves.lost
-        stop, failed, writing, lost = on_any_rank(world, run.stop.received, failure, writing, lost)
+        writing, lost, late = not run.saves.written, run.saves.lost, time.monotonic() > ends_s
+        flags = run.stop.received, failure, writing, lost, late
+        stop, failed, writing, lost, late = on_any_rank(world, *flags)
         if failed:
             on_all_ranks(run.metrics.require_written, world)
         if lost or not writing:
             run.note(run.saves.settle())
-        if last or stop or due:
-            run.note(run.saves.save(at, validation, wait=last or stop))
+        if last or stop or late or due:
+            run.note(run.saves.save(at, validation, wait=last or stop or late))
         run.note(run.metrics.take_unwritten())
-        if stop and not last:
+        if (stop or late) and not last:
+            run.stop.code = 0 if stop else REQUEUE
+            why = "by a signal" if stop else f"at run.max_hours = {hours}"
             run.progress.note(
-                f"stopped by a signal after step {at.step}; the checkpoint is saved, and --resume "
+                f"stopped {why} after step {at.step}; the checkpoint is saved, and --resume "
                 "continues from it. No report was made"
             )
             return True
+        before, began_s = at, time.perf_counter()
     return False
-
-
-def share(run: Run, numbers: Index) -> Batch:
-    mine = block(numbers, run.engine.data_rank, run.engine.data_ranks)
-    rows = run.prepared.corpus.rows(mine)
-    # of a pipeline each microbatch has a row; else the engine knows which ones have none
-    least = run.engine.microbatches if run.engine.staging and len(mine) else 0
-    return batch(rows, least, run.engine.world.device)
 
 
 def train_step(run: Run, mine: Batch) -> StepMetrics:
@@ -215,7 +233,7 @@ def train_step(run: Run, mine: Batch) -> StepMetrics:
     try:
         before = Progress.of(run.engine)
         done = run.engine.step(mine)
-        run.last.share, run.last.before, run.last.skipped = mine, before, done.skipped
+        run.last.share, run.last.before, run.last.metrics = mine, before, done
         return done
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, NonFiniteError):
@@ -246,20 +264,25 @@ def evaluate(run: Run) -> float:
     chosen = held[np.arange(count) * len(held) // count]
     total, tokens = 0.0, 0
     for start in range(0, count, config.batch):
-        loss, asked = run.engine.evaluate(share(run, chosen[start : start + config.batch]))
+        part = share(run.prepared, run.engine, chosen[start : start + config.batch])
+        loss, asked = run.engine.evaluate(part)
         total, tokens = total + loss * asked, tokens + asked
     return total / tokens
 
 
-def record(run: Run, done: StepMetrics, at: Position, seconds: float) -> Record:
-    """The step as a record. MFU: this rank's share of the model's operations over its peak."""
+def record(run: Run, done: StepMetrics, at: Position, before: Position, began_s: float) -> Record:
+    """The step as a record, with the mean time of the steps since `before`. MFU: this rank's share
+    of the model's operations over its peak.
+    """
+    loss = done.loss  # waits for the device
+    seconds = (time.perf_counter() - began_s) / (at.step - before.step)
     flops = done.tokens / run.engine.world.size * run.prepared.sizes.flops_per_token
     loads = step_loads(run.engine)
     look = at.step % MEMORY_EVERY == 0 or at.step in (1, 2, run.prepared.config.train.steps)
     return Record(
         step=at.step,
         consumed=at.consumed,
-        loss=done.loss,
+        loss=loss,
         lr=done.lr,
         tokens=int(done.tokens),
         seconds=seconds,

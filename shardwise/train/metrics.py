@@ -40,7 +40,7 @@ class Record:
     loss          the mean over the global batch's tokens, in nats; null if it was not finite
     lr            the learning rate of the step
     tokens        tokens of the global batch that the loss is the mean over
-    seconds       the time of the step, without evaluation and saving
+    seconds       the mean time of the steps since the last record, without evaluation and saving
     tokens_per_s  tokens over seconds
     sent_bytes    bytes that rank 0 sent in the step
     mfu           the share of the device's peak that the model's operations used, on rank 0: of

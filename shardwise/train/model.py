@@ -30,6 +30,7 @@ from shardwise.models.trainable import without_decay
 from shardwise.observe.dry_twin import DryTwin
 from shardwise.observe.work import kernels_of
 from shardwise.prediction.prediction import Prediction
+from shardwise.techniques.data.wrap_policy import blocks
 from shardwise.techniques.expert import apply as expert_parallel
 from shardwise.techniques.tensor import apply as tensor_parallel
 from shardwise.techniques.tensor.tensor_table import Table
@@ -142,6 +143,8 @@ def _build_engine(prepared: PreparedRun, world: World) -> Engine:
             file=sys.stderr,
         )
     model = on_meta(prepared.sizes)
+    for block in blocks(model).values() if train.compile else ():
+        block.compile()
     options = replace(
         _options(prepared, world.device),
         tokens=gpt.tokens,
@@ -154,10 +157,10 @@ def _build_engine(prepared: PreparedRun, world: World) -> Engine:
 def batch(rows: Rows, least: int, device: torch.device) -> Batch:
     """The rows as tensors, padded to at least `least` rows with rows without targets."""
     filled = padded(rows, least)
-    return {
-        "inputs": torch.from_numpy(filled.inputs).to(device),
-        "targets": torch.from_numpy(filled.targets).to(device),
-    }
+    found = {name: torch.from_numpy(getattr(filled, name)) for name in ("inputs", "targets")}
+    if device.type == "cuda":  # so that the host does not wait for the copy
+        found = {name: x.pin_memory() for name, x in found.items()}
+    return {name: x.to(device, non_blocking=True) for name, x in found.items()}
 
 
 #: The part of the steps after warmup in which `wsd` decays (arXiv 2404.06395, section 4).

@@ -141,6 +141,7 @@ def prepare(
         cluster.require_hosts(plan.size)
         cluster.flops_per_s(plan.precision or "fp32")
     run_folder.check(config, start.resume, start.overwrite)
+    run_folder.first_weights(config)
     called = callbacks_of(config.run)
     data = config.data
     sources = [replace(source, most_bytes=most_bytes) for source in sources_of(config)]

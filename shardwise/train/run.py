@@ -10,6 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -33,10 +34,12 @@ from shardwise.core.mesh import EXPERTS
 from shardwise.core.tally import by_kind
 from shardwise.core.tools.arguments import is_count
 from shardwise.engine.engine import Engine
+from shardwise.engine.step_end import Metrics as StepMetrics
 from shardwise.engine.step_end import Progress
 from shardwise.train import metrics
+from shardwise.train.data.data import Index, block
 from shardwise.train.metrics import MetricsWriter
-from shardwise.train.model import Batch, dry_twin, prediction_of
+from shardwise.train.model import Batch, batch, dry_twin, prediction_of
 from shardwise.train.prepare import PreparedRun
 from shardwise.train.progress import Shown
 from shardwise.train.run_folder import PAGE, REPORT, best_name, checkpoints_of
@@ -138,13 +141,50 @@ def _goes_on(error: RunError) -> str:
     return f"{str(error).removesuffix('.')}. Training goes on without this checkpoint"
 
 
+def share(prepared: PreparedRun, engine: Engine, numbers: Index) -> Batch:
+    mine = block(numbers, engine.data_rank, engine.data_ranks)
+    rows = prepared.corpus.rows(mine)
+    # of a pipeline each microbatch has a row; else the engine knows which ones have none
+    least = engine.microbatches if engine.staging and len(mine) else 0
+    return batch(rows, least, engine.world.device)
+
+
+class Prefetch:
+    """This rank's shares of the batches: a thread reads each during the step before it."""
+
+    def __init__(self, prepared: PreparedRun, engine: Engine) -> None:
+        self._prepared, self._engine = prepared, engine
+        self._reader = ThreadPoolExecutor(1, "batches")
+        self._next: Future[tuple[int, Batch]] | None = None
+
+    def close(self) -> None:
+        self._reader.shutdown(cancel_futures=True)
+
+    def take(self, consumed: int) -> tuple[int, Batch]:
+        """The sequences of the batch after `consumed`, which are those that the last call ended
+        with, and this rank's share of it.
+        """
+        coming = self._next or self._reader.submit(self._read, consumed)
+        count, mine = coming.result()
+        self._next = self._reader.submit(self._read, consumed + count)
+        return count, mine
+
+    def _read(self, consumed: int) -> tuple[int, Batch]:
+        numbers = self._prepared.batches.numbers(consumed)
+        return len(numbers), share(self._prepared, self._engine, numbers)
+
+
 @dataclass
 class LastStep:
     """This rank's share of the last step of this program, and where the engine was before it."""
 
     share: Batch | None = None
     before: Progress | None = None
-    skipped: bool = False
+    metrics: StepMetrics | None = None
+
+    @property
+    def skipped(self) -> bool:
+        return self.metrics is not None and self.metrics.skipped  # waits for the device
 
 
 @dataclass(frozen=True)
@@ -153,6 +193,7 @@ class Run:
 
     prepared: PreparedRun
     engine: Engine
+    batches: Prefetch
     peak_flops: float | None
     unigram: float
     progress: Shown

@@ -91,6 +91,14 @@ def checkpoints_of(config: Config) -> Path:
     return config.folder / CHECKPOINTS
 
 
+def first_weights(config: Config) -> Path | None:
+    """The checkpoint in `train.init_from`, if it is set; raises InputError if there is none."""
+    if config.train.init_from is None:
+        return None
+    folder = Path(config.train.init_from)
+    return find(folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder)
+
+
 def best_name(config: Config) -> str:
     best = best_in(checkpoints_of(config)) if config.train.keep_best else None
     return "" if best is None else best.name

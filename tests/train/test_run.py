@@ -6,13 +6,16 @@ import os
 import resource
 import shutil
 import signal
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from shardwise.checkpoint.folder import all_in
-from shardwise.comm.start.worker import NOTHING, SIGNALS, StopSignal
+from shardwise.cli import main as cli
+from shardwise.comm.start.worker import NOTHING, REQUEUE, SIGNALS, StopSignal
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError, RankError, RunError
 from shardwise.train import config, loop, run_folder
@@ -93,6 +96,44 @@ def test_a_stopped_run_goes_on_under_another_plan(
     assert not (given.folder / "report.md").exists()
     resumed = runs.settings(tmp_path / "run", plan)
     same(runs.run(resumed, ranks, RESUME), whole)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by the compiler
+def test_fewer_records_are_of_the_same_run(whole: list[Record], tmp_path: Path):
+    """With compiled blocks and a record every third step: those of the run with all of them."""
+    given = runs.settings(tmp_path / "run", record_every=3, save_every=0, compile=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
+        found = runs.run(given)
+    assert [record.step for record in found] == [3, 6, 7]
+    same(found, [record for record in whole if record.step in (3, 6, 7)])
+
+
+def test_a_run_that_reaches_its_limit_is_queued_again(tmp_path: Path, whole: list[Record]):
+    """The command saves on all ranks and ends with 75; with --resume auto it goes on."""
+    given = runs.settings(tmp_path / "run", "dp2 zero3 fp64")
+    file = tmp_path / "run.toml"
+    file.write_text(config.dump(given))
+    with pytest.raises(SystemExit) as left:
+        cli.main(["train", str(file), "--set", "run.max_hours=1e-9", "--resume", "auto"])
+    assert left.value.code == REQUEUE
+    assert names(given) == ["step-000001"]
+    same(runs.run(given, 2, RunStart(auto=True)), whole)
+
+
+def test_a_run_begins_with_the_weights_of_another(tmp_path: Path):
+    """Its first validation loss is the other's last one, under another plan, from step 0."""
+    first = runs.settings(tmp_path / "first", save_every=0)
+    validation = runs.run(first)[-1].validation
+    given = runs.settings(tmp_path / "run", "dp2 zero1 fp64", steps=1, warmup=0, lr=1e-12)
+    given = runs.changed(given, "train", init_from=str(tmp_path / "first"))
+    (begun,) = runs.run(given, 2)
+    assert begun.consumed == 5
+    assert begun.validation == pytest.approx(validation, rel=1e-8)
+    wrong = runs.settings(tmp_path / "other", init_from=str(tmp_path / "text"))
+    with pytest.raises(InputError, match="no complete checkpoint in it"):
+        runs.run(wrong)
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.cases(1)

@@ -121,6 +121,8 @@ def _fail(pipe: "Connection[Any, Any]", text: str, code: int | None, input_error
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 #: SIGINT that comes sooner after the first one is a copy of it.
 COPY_S: Final = 0.5
+#: The exit code of a run that ended at its time limit: EX_TEMPFAIL of sysexits.h.
+REQUEUE: Final = 75
 NOTHING: Final = "stopped by a signal before its first step: nothing was trained"
 
 
@@ -134,6 +136,7 @@ class StopSignal:
 
     def __init__(self, leaving: bool = False, *, until_end: bool = False) -> None:
         self.number = 0
+        self.code = 0  # the exit code that the run asks for
         self.leaving = leaving
         self.until_end = until_end
         self._interrupted_s = 0.0
