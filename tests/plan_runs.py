@@ -38,8 +38,7 @@ from shardwise.verify.difference import (
 )
 from shardwise.verify.finding import BoxPlace, Costs, Errors, Finding, Parts, renamed
 from shardwise.verify.oracles.async_oracle import AsyncOracle
-from shardwise.verify.oracles.batches import Division
-from shardwise.verify.oracles.loads import Choices, Loads
+from shardwise.verify.oracles.batches import Choices, Division, Loads
 from shardwise.verify.oracles.oracle import Oracle, Weights
 from shardwise.verify.oracles.oracles import is_asynchronous, oracles_of
 from shardwise.verify.report import Report, report
@@ -164,8 +163,8 @@ def trained(engine: Engine, dry: DryTwin, proof: Proof, expected: Expected) -> T
         note_memory(found, engine, dry, f"after step {step + 1}")
     # where activations alone come and go; of experts a prediction assumes that loads are even
     if host is not None and proof.plan.offload is None and proof.plan.ep == 1:
-        most = {"fetched": host.most_fetched_bytes, "hosted": meter.host_peak["activations"]}
-        found.measured |= most
+        hosted = meter.most.get(("activations", "host"), 0)
+        found.measured |= {"fetched": host.most_fetched_bytes, "hosted": hosted}
         options = options_of(task, proof.case, kernels_of(engine.world.device))
         with ALONE:
             told = dry_step(task.make(), proof.plan, batch, options, engine.world.rank)

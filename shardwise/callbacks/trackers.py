@@ -131,8 +131,7 @@ class MLflow(Callback):
             raise bad(
                 f"the tracker mlflow, whose store {mlflow.get_tracking_uri()} gives: {error}",
                 "a server, or a store that the installed MLflow can use",
-                "MLFLOW_TRACKING_URI=http://HOST:5000 before the command, or pip install mlflow "
-                "for a database in a file",
+                "MLFLOW_TRACKING_URI=http://HOST:5000 before the command, or pip install mlflow",
             ) from error
 
     def _begun(self, run: RunFacts) -> str:

@@ -293,9 +293,7 @@ def fill(trained: Engine | PlainLoop, folder: Path, check: Check) -> dict[str, A
             other = "a module" if kind == LOOP else "an engine"
             raise bad(
                 f"a checkpoint in '{opened.path}' without {other}'s state",
-                "one that an engine or shardwise train wrote, for an engine; one of a module, for "
-                "a module",
-                "sw.load(engine, folder), sw.load(module, folder, optimizer=optimizer), or "
+                "an engine's (or shardwise train's) for an engine, a module's for a module",
                 "shardwise checkpoint export, for the weights alone",
             )
         if kind == "engine":
@@ -374,8 +372,7 @@ def _require_all(trained: Engine | PlainLoop, opened: OpenCheckpoint) -> None:
     more = [name.removeprefix(MODEL) for name in saved if name not in known]
     if more:
         raise bad(
-            f"a checkpoint in '{opened.path}' with {', '.join(more[:5])}, which the model does "
-            "not have",
+            f"a checkpoint in '{opened.path}' with {', '.join(more[:5])}, which the model lacks",
             "a checkpoint of the same model",
             "the model that it was saved from; load_state_dict copies parts into another model",
         )

@@ -26,6 +26,7 @@ from shardwise.checkpoint.folder import (
     all_in,
     find,
     is_whole,
+    of_run,
     remove,
 )
 from shardwise.checkpoint.lock import RUN_LOCK
@@ -68,17 +69,13 @@ FILES: Final = (
 
 @dataclass(frozen=True)
 class Exported:
-    """The tensors, their bytes, files of tensors, and which other files were written; `config` is
-    the name of the configuration, or "".
-    """
+    """The tensors, their bytes, files of tensors, and the names of other written files."""
 
     path: Path
     tensors: int
     bytes: int
     files: int
-    config: str
-    generation: bool
-    tokenizer: bool
+    others: list[str]
 
 
 def export(
@@ -94,7 +91,7 @@ def export(
     Floating-point weights keep the dtype of the checkpoint (fp32 masters for 16-bit training)
     unless `dtype` is given.
     """
-    opened = open_checkpoint(find(_checkpoints(run)))
+    opened = open_checkpoint(find(of_run(run)))
     require_content(opened)
     model: dict[str, Any] = opened.scalars.get("model") or {}  # `described` in save.py
     names = _names(opened, model)
@@ -121,32 +118,22 @@ def export(
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             _write(folder / INDEX, index)
-        config, generation = model.get("config"), model.get("generation")
-        if config is not None:
-            _write(folder / CONFIG, _in_dtype(config, opened, names, dtype))
-        if generation is not None:
-            _write(folder / GENERATION, generation)
-        if adapters:
-            _write(folder / ADAPTERS_CONFIG, adapters)
-        tokenizer = _copy_tokenizer(opened.path, folder)
-    kept = ADAPTERS_CONFIG if adapters else CONFIG * (config is not None)
-    others = kept, generation is not None, tokenizer
+        config = model.get("config")
+        config = None if config is None else _in_dtype(config, opened, names, dtype)
+        files = {CONFIG: config, GENERATION: model.get("generation"), ADAPTERS_CONFIG: adapters}
+        others = [name for name, content in files.items() if content]
+        for name in others:
+            _write(folder / name, files[name])
+        others += _copy_tokenizer(opened.path, folder)
     total = split.metadata["total_size"]
-    return Exported(to, len(names), total, len(split.filename_to_tensors), *others)
+    return Exported(to, len(names), total, len(split.filename_to_tensors), others)
 
 
-def _copy_tokenizer(checkpoint: Path, folder: Path) -> bool:
+def _copy_tokenizer(checkpoint: Path, folder: Path) -> list[str]:
     checkpoints = checkpoint.absolute().parent
     files = [checkpoints.parent / TOKENIZER / name for name in TOKENIZER_FILES]
     found = [file for file in files if checkpoints.name == CHECKPOINTS and file.is_file()]
-    for file in found:
-        shutil.copyfile(file, folder / file.name)
-    return bool(found)
-
-
-def _checkpoints(run: Path) -> Path:
-    inside = run / CHECKPOINTS
-    return inside if inside.is_dir() else run
+    return [shutil.copyfile(file, folder / file.name).name for file in found]
 
 
 def import_weights(folder: Path, run: Path, *, overwrite: bool = False) -> Path:

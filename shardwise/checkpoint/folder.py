@@ -98,6 +98,15 @@ def all_in(folder: Path) -> list[Path]:
     return [path for _, _, path in sorted(named)]
 
 
+def of_run(path: Path) -> Path:
+    """The folder of checkpoints in a run's folder; any other path is returned unchanged."""
+    inside = path / CHECKPOINTS
+    try:
+        return inside if inside.is_dir() and not is_whole(path) and not all_in(path) else path
+    except (OSError, ValueError):  # an impossible name; `find` raises the error
+        return path
+
+
 def find(folder: str | os.PathLike[str]) -> Path:
     """The newest complete checkpoint in a folder, or the folder itself if it is a checkpoint."""
     folder = as_path(folder)
@@ -291,8 +300,7 @@ def damaged(file: Path, why: str) -> InputError:
     return bad(
         f"the file '{file}', which is damaged ({why})",
         "an undamaged checkpoint",
-        f"rm -r {shlex.quote(str(file.parent))}, then the same command, which continues from the "
-        "checkpoint before it; if there is none, a copy of the damaged one, or a new run",
+        f"rm -r {shlex.quote(str(file.parent))}, to continue from the checkpoint before it",
     )
 
 

@@ -147,8 +147,7 @@ def load(
     opened, targets, items = found[0]
     if other := [rank for rank, mark in enumerate(marks) if mark != marks[0]]:
         raise bad(
-            f"the checkpoint folder '{place}', in which rank {other[0]} finds another checkpoint "
-            "than rank 0",
+            f"the checkpoint folder '{place}', where rank {other[0]} finds another than rank 0",
             "one folder shared by all ranks",
             "a folder on a network disk that all machines mount",
         )

@@ -89,8 +89,7 @@ def read_manifest(path: Path) -> Manifest:
             raise bad(
                 f"'{file}' in the format {short_repr(body['format'])}",
                 f"checkpoints in the format '{FORMAT}', which this version of shardwise reads",
-                "the version of shardwise that saved it, whose 'shardwise checkpoint export' "
-                "writes its weights as safetensors for any version",
+                "shardwise checkpoint export with the version that saved it, for the weights",
             )
         manifest = Manifest(body["save"], body["ranks"], body["scalars"], files)
         if manifest.text() != text or any(name != Path(name).name for name in files):

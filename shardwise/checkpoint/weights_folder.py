@@ -53,8 +53,7 @@ class WeightsFolder:
             raise bad(
                 f"the weight {name}, which is not in '{self.path}'",
                 "a folder with every weight of the model",
-                f"the model that it was written from; the nearest name in it is "
-                f"{suggest(name, self.files)}",
+                f"the model that it was written from; near: {suggest(name, self.files)}",
             )
         try:
             return self._opened[self.files[name]].get_tensor(name)

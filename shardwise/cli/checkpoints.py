@@ -10,7 +10,7 @@ import torch
 import typer
 
 from shardwise.checkpoint.export import export, import_weights
-from shardwise.checkpoint.folder import CHECKPOINTS, all_in, is_whole, passed_over
+from shardwise.checkpoint.folder import TOKENIZER_FILES, of_run, passed_over
 from shardwise.checkpoint.open_checkpoint import OPTIMIZER, describe
 from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import suggest
@@ -49,15 +49,6 @@ def inspect_command(
         return
     for line in _lines(contents, every=every):
         typer.echo(line)
-
-
-def of_run(path: Path) -> Path:
-    """The folder of checkpoints in a run's folder; any other path is returned unchanged."""
-    inside = path / CHECKPOINTS
-    try:
-        return inside if inside.is_dir() and not is_whole(path) and not all_in(path) else path
-    except (OSError, ValueError):  # an impossible name; `find` raises the error
-        return path
 
 
 def _lines(contents: dict[str, Any], *, every: bool) -> Iterator[str]:
@@ -111,16 +102,13 @@ def export_command(
     """Write a checkpoint's weights as safetensors, with the model's own names."""
     if dtype and dtype not in DTYPES:
         raise bad(f"--dtype {dtype}", ", ".join(DTYPES), f"--dtype {suggest(dtype, DTYPES)}")
-    done = export(of_run(run), to, overwrite=overwrite, dtype=DTYPES.get(dtype))
+    done = export(run, to, overwrite=overwrite, dtype=DTYPES.get(dtype))
     files = f"{done.files} file{'s' * (done.files > 1)}"
-    there = {done.config: bool(done.config), "generation_config.json": done.generation}
-    there["the run's tokenizer"] = done.tokenizer
-    also = "".join(f", {name}" for name, has in there.items() if has)
-    if not done.config:
-        also += "; the model has no configuration"
-    if not done.tokenizer:
-        also += "; no tokenizer: the run's tokens are bytes, or its folder has none"
-    typer.echo(f"{done.path}: {done.tensors} tensors, {done.bytes:,} bytes in {files}{also}")
+    others = [*done.others]
+    if not {*others} & {*TOKENIZER_FILES}:
+        others.append("no tokenizer: the run's tokens are bytes, or its folder has none")
+    said = f"{done.tensors} tensors, {done.bytes:,} bytes in {files}; {', '.join(others)}"
+    typer.echo(f"{done.path}: {said}")
 
 
 def import_command(

@@ -66,7 +66,9 @@ def doctor_command(
 ) -> None:
     """Report devices, test each collective, and measure links.  --save writes a cluster file."""
     choice("--device", device or "cpu", ("cpu", "cuda"))
-    _require_writable(save)
+    if save is not None:
+        with _written(save):  # before ranks are started
+            save.open("a").close()
     start = environment()
     gpus = torch.cuda.device_count()
     kind = device or ("cuda" if gpus > 1 else "cpu")
@@ -107,16 +109,6 @@ def _count(ranks: int | None, mesh: str | None, started: int | None, usual: int)
     if ranks is not None:
         return ranks
     return max(1, usual) if mesh is None else Mesh.parse(mesh).size
-
-
-def _require_writable(file: Path | None) -> None:
-    """Raise InputError if the file cannot be written. Does not change the file."""
-    if file is not None:
-        with _written(file):
-            there = file.exists()
-            file.open("a").close()
-            if not there:
-                file.unlink()
 
 
 @contextmanager

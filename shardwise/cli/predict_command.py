@@ -77,7 +77,13 @@ def predict_command(
     found, step = _predicted(request, rank, timeline, device if measure else None)
     rows, size = run.batch if batch is None else None, _device_bytes(device_memory, timing)
     told = answered(found, request.batch, size, rows=rows, device=run.device)
-    _print(numbers_of(found, run.name, began, timing), told, step, as_json=as_json)
+    numbers = numbers_of(found, run.name, began, timing)
+    if as_json:
+        print(json.dumps(numbers | told.as_json() | ({} if step is None else step.as_json())))
+    else:
+        show(numbers, told, new_console())
+        if step is not None:
+            step.show(new_console())
     for note in found.notes:
         print(f"Note: {note}.", file=sys.stderr)
 
@@ -96,18 +102,6 @@ def _predicted(
     if file is not None and step is not None:
         draw(file, step.series)
     return found, step
-
-
-def _print(
-    numbers: dict[str, Any], told: Answer, step: "StepMemory | None", *, as_json: bool
-) -> None:
-    if as_json:
-        print(json.dumps(numbers | told.as_json() | ({} if step is None else step.as_json())))
-        return
-    console = new_console()
-    show(numbers, told, console)
-    if step is not None:
-        step.show(console)
 
 
 def new_console() -> Console:

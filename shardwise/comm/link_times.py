@@ -11,7 +11,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -27,17 +27,6 @@ SLOW: Final = 2.0  # a link this many times slower than the median link is slow
 ALL_PAIRS: Final = 8  # up to so many ranks, every pair is measured
 TRIES: Final = 7
 PAIR_S: Final = 0.1  # seconds of a pair after which it begins no other try
-
-
-class SlowLink(NamedTuple):
-    """Seconds of a rank's fastest link, and of the median link between other ranks."""
-
-    seconds: float
-    others_s: float
-
-    @property
-    def times(self) -> float:
-        return self.seconds / self.others_s
 
 
 def pairs(axis: Axis, device: torch.device) -> dict[tuple[int, int], float]:
@@ -85,17 +74,16 @@ def settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def slow_ranks(seconds: Mapping[tuple[int, int], float]) -> dict[int, SlowLink]:
-    """The ranks whose links are all slow, relative to the median of others; unknown for 2 ranks."""
-    ranks = sorted({rank for pair in seconds for rank in pair})
-    if len(ranks) < 3:
-        return {}
-    found: dict[int, SlowLink] = {}
-    for r in ranks:
+def slow_ranks(seconds: Mapping[tuple[int, int], float]) -> dict[int, float]:
+    """The ranks whose links are all slow, with the time of the fastest one relative to the median
+    of the links between others; none of two ranks.
+    """
+    found: dict[int, float] = {}
+    for r in sorted({rank for pair in seconds for rank in pair}):
         own = [s for pair, s in seconds.items() if r in pair]
         others = [s for pair, s in seconds.items() if r not in pair]
-        if others and (link := SlowLink(min(own), statistics.median_low(others))).times > SLOW:
-            found[r] = link
+        if others and (times := min(own) / statistics.median_low(others)) > SLOW:
+            found[r] = times
     return found
 
 

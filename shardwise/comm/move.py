@@ -29,8 +29,7 @@ def require_no_transform(what: str) -> None:
         raise bad(
             f"torch.func (vmap, jvp, vjp or grad) around {what}",
             "its transforms of a module that each rank holds in full, or inside of one layer",
-            "the plain module: what such a transform differentiates is not summed over ranks, so "
-            "sum it by torch.distributed",
+            "the plain module, and torch.distributed to sum what the transform differentiates",
         )
 
 
@@ -242,8 +241,7 @@ def check_counts(
     raise bad(
         f"all_to_all of {rows} rows on rank {rank} of {n} with out_counts={list(out_counts)} and "
         f"in_counts={list(in_counts)}",
-        f"{n} counts from 0 up in each list, in_counts that add up to the {rows} rows, and the "
-        "same count for the rank itself in both",
+        f"{n} counts from 0 up, in_counts that add up to {rows}, and one count for the rank itself",
         "out_counts = all_to_all(torch.tensor(in_counts), axis, [1] * n, [1] * n).tolist()",
     )
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.fake import Fake
 from shardwise.comm.gloo.gloo import Gloo
@@ -23,7 +22,6 @@ from shardwise.comm.nccl import Nccl
 from shardwise.comm.start.peers import Peers
 from shardwise.comm.start.rendezvous import Limits, read_limits
 from shardwise.comm.transport import Links, Transport
-from shardwise.core.mesh import Mesh
 
 
 class TorchLinks(Links):
@@ -145,29 +143,6 @@ class TorchLinks(Links):
 def group_timeout(limits: Limits) -> timedelta:
     """How long torch waits in a collective: longer than the hang detector."""
     return timedelta(seconds=limits.patience_s + 60.0)
-
-
-def device_mesh(mesh: Mesh, transports: Sequence[Transport], device_type: str) -> DeviceMesh:
-    """Torch's own mesh over our process groups (DTensor, FSDP2); ValueError if there are none."""
-    groups = [each.group for each in transports if isinstance(each, Gloo | Nccl)]
-    if len(groups) != len(mesh.axes):
-        raise ValueError(f"mesh '{mesh}' has axes without a process group of torch.distributed")
-    names, sizes = zip(*mesh.axes, strict=True)
-    ranks = torch.arange(mesh.size, dtype=torch.int64, device="cpu").view(sizes)
-    given = groups if len(groups) > 1 else groups[0]
-    return DeviceMesh.from_group(given, device_type, ranks, mesh_dim_names=names)
-
-
-def available_backends() -> tuple[str, ...]:
-    """The backends of torch.distributed in this build of PyTorch; Shardwise uses gloo and nccl."""
-    if not dist.is_available():
-        return ()
-    there = {
-        "gloo": dist.is_gloo_available(),
-        "nccl": dist.is_nccl_available(),
-        "mpi": dist.is_mpi_available(),
-    }
-    return tuple(name for name, yes in there.items() if yes)
 
 
 # --- a cheaper `once_differentiable` --------------------------------------------------------------

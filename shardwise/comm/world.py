@@ -9,12 +9,11 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.fake import Fake, FakeLinks
 from shardwise.comm.gloo.pool import Pool
@@ -27,12 +26,11 @@ from shardwise.comm.start.rendezvous import (
     environment,
     local_rank,
     read_limits,
-    require_interfaces,
 )
 from shardwise.comm.tiers.arena import Arenas
 from shardwise.comm.tiers.host_memory import keep_freed_memory
 from shardwise.comm.tiers.tiers import Tiers
-from shardwise.comm.torch_links import TorchLinks, device_mesh, group_timeout
+from shardwise.comm.torch_links import TorchLinks, group_timeout
 from shardwise.comm.transport import Lease, Links, Transport
 from shardwise.core.errors import InputError, bad
 from shardwise.core.layouts.uneven import Counts
@@ -43,25 +41,11 @@ from shardwise.core.tools.hook import no_copy
 # --- work of threads beside the steps -------------------------------------------------------------
 
 
-class BackgroundJob(Protocol):
-    """A thread that writes into a folder."""
-
-    def wait(self) -> None: ...
-
-    def report(self) -> None:
-        """Warn of a failure of this rank that was not reported yet. Does not wait."""
-        ...
-
-    def settle(self) -> None:
-        """Wait for the parts of all ranks, and warn of a failure.  Called by all ranks."""
-        ...
-
-
 class Background:
-    """The jobs of one world that have not been settled, by the folder that they write."""
+    """The jobs of one world that have not been settled (PendingCheckpoint), by their folders."""
 
     def __init__(self) -> None:
-        self.jobs: dict[Path, BackgroundJob] = {}
+        self.jobs: dict[Path, Any] = {}
 
     def wait(self) -> None:
         for job in self.jobs.values():
@@ -221,22 +205,11 @@ class World:
         """The ranks of axis `name` that are in the same group as this one.  All ranks must call it.
         `groups` divides the ranks of the axis.  Bytes are counted under `called` or its name.
         """
-        here = self.axis(name)
-        mine = next(group for group in groups if here.rank in group)
-        called = called or here.name
+        called = called or self.axis(name).name
         if all(len(group) == 1 for group in groups):
             return Axis(called, ledger=self.ledger)
         lines = [[line[r] for r in group] for line in self.mesh.lines(name) for group in groups]
-        # every rank opens every group, in the same order, as torch.distributed requires
-        pair = [self.links.transport(name, lines, self.rank, queue) for queue in ("now", "behind")]
-        opened = pair if len(mine) > 1 else []
-        found = counted_axis(called, opened, self.ledger, self.device, self.pool)
-        return self._with_ways(found, lines)
-
-    def device_mesh(self) -> DeviceMesh:
-        """Torch's DeviceMesh on the same groups, without axes of size one. ValueError: threads."""
-        wide = Mesh(tuple((axis.name, axis.size) for axis in self.axes))
-        return device_mesh(wide, [axis.transport for axis in self.axes], self.device.type)
+        return self.across(called, lines)
 
     def barrier(self) -> None:
         self.everyone.transport.barrier()
@@ -315,7 +288,6 @@ def init(device: str | None = None, *, shared_memory: bool | None = None) -> Wor
             "world.close() as the program's last line",
         )
     limits = read_limits()
-    require_interfaces()
     store = _begin(start, where, limits)
     links = TorchLinks(ours=True, device_type=where.type, shared_memory=shared_memory)
     TorchLinks.of_process = links

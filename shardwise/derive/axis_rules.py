@@ -191,9 +191,9 @@ def _permute(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor)
 
 
 def _part(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
-    """A part of one dim: slice, narrow."""
-    place = args[1] if len(args) > 1 else 0
-    dims, place = list(given[0]), place % len(given[0])
+    """A part of one dim: slice, narrow, split."""
+    at = 2 if name.startswith("split") else 1
+    dims, place = list(given[0]), (args[at] if len(args) > at else 0) % len(given[0])
     whole = _size(dims[place])
     if out.shape[place] != whole:
         mix([dims[place]], "the code takes a part of it")
@@ -208,21 +208,13 @@ def _select(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) 
     return given[0][:place] + given[0][place + 1 :]
 
 
-def _split(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
-    place = args[2] if len(args) > 2 else 0
-    return _part(name, given, (None, place), out)
-
-
 def _cat(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
     place = (args[1] if len(args) > 1 else 0) % out.dim()
     whole = [dims for dims in given if len(dims) == out.dim()]
     for dims in whole:
         mix([dims[place]], "it is joined with others")
-    sizes, rest = (
-        [*out.shape[:place], *out.shape[place + 1 :]],
-        [dims[:place] + dims[place + 1 :] for dims in whole],
-    )
-    found = broadcast(rest, sizes)
+    rest = [dims[:place] + dims[place + 1 :] for dims in whole]
+    found = broadcast(rest, [*out.shape[:place], *out.shape[place + 1 :]])
     return (*found[:place], fresh(out.shape[place], "it is joined of several"), *found[place:])
 
 
@@ -292,16 +284,15 @@ def _size(dim: Dim) -> int:
 
 
 _RULES: Final[dict[str, Rule]] = {
+    "expand": _expand,
+    "permute": _permute,
+    "cat": _cat,
+    "stack": _stack,
     **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), _view),
     **dict.fromkeys(("unsqueeze", "squeeze"), _view),
-    **dict.fromkeys(("expand",), _expand),
     **dict.fromkeys(("transpose", "t"), _transpose),
-    **dict.fromkeys(("permute",), _permute),
-    **dict.fromkeys(("slice", "narrow"), _part),
+    **dict.fromkeys(("slice", "narrow", "split", "split_with_sizes"), _part),
     **dict.fromkeys(("select", "unbind"), _select),
-    **dict.fromkeys(("split", "split_with_sizes"), _split),
-    **dict.fromkeys(("cat",), _cat),
-    **dict.fromkeys(("stack",), _stack),
     **dict.fromkeys(("_softmax", "_log_softmax", "cumsum"), _along),
     **dict.fromkeys(("sum", "mean", "amax", "amin", "var", "linalg_vector_norm"), _reduce),
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm", "rms_norm"), _norm),

@@ -79,9 +79,8 @@ def segments(layer: TracedLayer) -> list[int]:
 
 
 def outputs(layer: TracedLayer) -> list[list[TracedAxis]]:
-    if layer.segments:
-        return [leaves((axis,)) for _, axis in sorted(layer.segments.items(), key=lambda e: e[0])]
-    return [leaves((layer.outputs,))]
+    divided = [layer.segments[span] for span in sorted(layer.segments)]
+    return [leaves((axis,)) for axis in divided or [layer.outputs]]
 
 
 def groups(trace: OperationTrace, ranks: int, tied: Iterable[str]) -> list[LayerGroup]:

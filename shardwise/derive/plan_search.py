@@ -32,7 +32,6 @@ from shardwise.prediction.cluster import Cluster, cluster_of
 from shardwise.prediction.prediction import DryStep, Prediction
 from shardwise.techniques.expert.apply import shapes_of
 from shardwise.techniques.pipeline.partition import calls_of, candidates, starts
-from shardwise.techniques.pipeline.trace.placeholders import Calls
 
 #: The plans that are predicted.
 COUNT: Final = 8
@@ -45,7 +44,8 @@ class SearchedModel:
 
     def __init__(self, model: nn.Module, batch: Any, options: EngineOptions) -> None:
         self.model, self.batch, self.options = model, batch, options
-        self.calls, self.counts = cache(self._calls), cache(self._counts)
+        self.calls = cache(lambda: calls_of(model, options.objective))
+        self.counts = cache(self._counts)
         self.blocks = blocks = equal_blocks(model)
         self.copy = cache(lambda n: shortened(model, blocks, n) if blocks and n else model)
         self.predicted = cache(self._predicted)
@@ -64,9 +64,6 @@ class SearchedModel:
         axes = ("dp", 1), (TENSOR, plan.mesh.size_of(TENSOR))
         own = replace(PLAIN, axes=axes, context=plan.context, sp=plan.sp, recompute=plan.recompute)
         return self.of(own, 1, depth=depth)
-
-    def _calls(self) -> Calls:
-        return calls_of(self.model, self.options.objective)
 
     def _counts(self, stages: int) -> Counts:
         """The blocks, or else layers, of so many stages. Raises InputError for too few."""

@@ -14,7 +14,6 @@ import fnmatch
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -94,7 +93,10 @@ def _derived(
 ) -> Derived | None:
     """As `derive_table`; `uniform` constants have a rank's own length; None if that fails."""
     plan, known = Plan((("tp", ranks),)), shapes(model)
-    call = partial(_called, objective, batch)
+
+    def call(whole: nn.Module) -> Tensor:
+        return objective(whole, batch)
+
     trace, plain = _trace(model, known, call, uniform=uniform)
     sharded = Sharded(plain, plan, call)
     tied = {n for n, s in known.items() if s.tied} | {s.tied for s in known.values() if s.tied}
@@ -167,8 +169,7 @@ def _with_sequence(
     raise bad(
         f"sp of a {type(model).__name__}: {why}",
         "models whose blocks act on each position separately, apart from attention",
-        f"tp{ranks} without sp, or a table with sequence entries of your own "
-        "(docs/how-to/tables.md)",
+        f"tp{ranks} without sp, or a table of your own (docs/how-to/tables.md)",
     )
 
 
@@ -186,10 +187,6 @@ def _table(
     styled = _patterns({**words, **taken}, known)
     table = Table.of(styled, heads.heads, kv_heads, derived=True)
     return _with_sets(table, taken, known, lambda tried: runs(tried, grouped))
-
-
-def _called(objective: Loss, batch: Any, whole: nn.Module) -> Tensor:
-    return objective(whole, batch)
 
 
 def _trace(

@@ -32,10 +32,6 @@ class Collective(NamedTuple):
     expected: Callable[[Tensor, int], Tensor]
 
 
-def _reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
-    return move.reduce_scatter(x[: len(x) - len(x) % axis.size], axis)
-
-
 def _all_to_all(x: Tensor, axis: Axis) -> Tensor:
     counts = [len(x) // axis.size] * axis.size
     return move.all_to_all(x[: sum(counts)], axis, counts, counts)
@@ -53,7 +49,8 @@ def _to_next(x: Tensor, axis: Axis) -> Tensor:
 COLLECTIVES: Final = {
     "all_reduce": Collective(move.all_reduce, lambda everyone, _: everyone.sum(0)),
     "reduce_scatter": Collective(
-        _reduce_scatter, lambda everyone, rank: everyone.sum(0)[rank : rank + 1]
+        lambda x, axis: move.reduce_scatter(x[: len(x) - len(x) % axis.size], axis),
+        lambda everyone, rank: everyone.sum(0)[rank : rank + 1],
     ),
     "all_gather": Collective(
         lambda x, axis: move.all_gather_along(x, axis, 0), lambda everyone, _: everyone.flatten()

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch.cuda import nccl
 
 import shardwise
@@ -15,19 +16,11 @@ from shardwise.comm.link_times import slow_ranks
 from shardwise.comm.start.rendezvous import host_number
 from shardwise.comm.tiers.disk_bandwidth import DiskBandwidth
 from shardwise.comm.tiers.host_memory import free_bytes, limit_bytes
-from shardwise.comm.torch_links import available_backends
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.doctor.collectives import Fit, Timing
 from shardwise.doctor.device_speed import DeviceSpeed, median_device
-from shardwise.prediction.cluster import (
-    Cluster,
-    CollectiveSpeed,
-    Derating,
-    Device,
-    DiskSpeed,
-    LinkSpeed,
-)
+from shardwise.prediction.cluster import Cluster, CollectiveSpeed, Derating, Device, LinkSpeed
 from shardwise.prediction.time.network import Network
 
 GIB: Final = 2**30
@@ -75,7 +68,7 @@ def look() -> Machine:
         memory_bytes=memory_bytes,
         free_bytes=int(min(memory_bytes, free_bytes())),
         gpus=tuple(Gpu(each.name, each.total_memory) for each in properties),
-        backends=available_backends(),
+        backends=("gloo",) * dist.is_gloo_available() + ("nccl",) * dist.is_nccl_available(),
         versions=versions,
     )
 
@@ -154,8 +147,8 @@ class Diagnosis:
     def _slow(self) -> list[str]:
         seconds = {way: s for finding in self.findings for way, s in finding.pair_s.items()}
         named = ", ".join(
-            f"{rank} ({self.findings[rank].machine.host}, {link.times:.1f} times)"
-            for rank, link in slow_ranks(seconds).items()
+            f"{rank} ({self.findings[rank].machine.host}, {times:.1f} times)"
+            for rank, times in slow_ranks(seconds).items()
         )
         text = "a slow link: 1 MiB there and back takes so many times as long as between others"
         return [f"rank {named}: {text}"] if named else []
@@ -232,12 +225,6 @@ def measured_cluster(found: Diagnosis) -> Cluster:
         inside=inside,
         between=between or inside,
         host_link=LinkSpeed.model_validate(speed.link) if speed.link else None,
-        disk=None
-        if found.disk is None
-        else DiskSpeed(
-            read_bytes_per_s=found.disk.read_bytes_per_s,
-            write_bytes_per_s=found.disk.write_bytes_per_s,
-        ),
         derating=Derating(products=1.0, memory=1.0, links=1.0),
     )
     network = Network(cluster, Plan.parse(found.mesh), 0)

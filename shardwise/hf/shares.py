@@ -124,8 +124,7 @@ def _same_length(
         raise bad(
             f"microbatches of one update whose {name!r} have the shapes {shapes}",
             f"equal shapes, or rows that may be padded: {', '.join(padding)} with attention_mask",
-            "a collator that pads to one length (padding='max_length'), or "
-            "gradient_accumulation_steps=1",
+            "padding='max_length' of the collator, or gradient_accumulation_steps=1",
         )
     longest = max(x.shape[1] for x in values)
     return [pad(x, (0, longest - x.shape[1]), value=padding[name]) for x in values]

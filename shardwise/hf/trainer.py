@@ -199,9 +199,8 @@ class Trainer(transformers.Trainer):
         shares = {batches * rows + (over + add) // ranks for add in (0, ranks - 1)}
         if any(0 < share < least for share in shares):
             raise bad(
-                f"{len(loader.dataset)} rows, whose last update has {min(shares)} for "
-                f"{least} microbatches of the plan '{self.engine.plan}'",
-                "at least one row for each microbatch in every update",
+                f"{len(loader.dataset)} rows, of which the last update has {min(shares)}",
+                f"a row for each of the {least} microbatches of '{self.engine.plan}'",
                 "dataloader_drop_last=True",
             )
 
@@ -374,8 +373,7 @@ def world_of(args: TrainingArguments, world: World | None) -> World:
         without_gpu = device.type == "cpu" and not args.use_cpu
         raise bad(
             f"a world of {world.size} ranks for TrainingArguments of {args.world_size} processes",
-            "one process for each rank, with the environment variables of a launcher; where there "
-            "is no GPU transformers ignores them without use_cpu=True",
+            "one process for each rank; without a GPU, transformers needs use_cpu=True",
             "use_cpu=True" if without_gpu else "torchrun --nproc_per_node 2 script.py",
         )
     return world

@@ -41,9 +41,8 @@ from shardwise.engine.checks.consistency import CHECKED_STEPS
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine
-from shardwise.observe.issues import Issues
 from shardwise.observe.meta_pass import UNKNOWN, AsOn, ToMeta, meta_copy, value_copy
-from shardwise.observe.step_bytes import KeptBytes, StepBytes
+from shardwise.observe.step_bytes import Issues, KeptBytes, StepBytes
 from shardwise.observe.work import Kernels, in_backward
 from shardwise.prediction.prediction import DryStep
 
@@ -407,7 +406,8 @@ class _Few(NamedTuple):
 def _few(plan: Plan, batch: Any, options: EngineOptions, rank: int, *, brief: bool) -> _Few:
     """With the fewest equal microbatches that keep as much at once as all of them."""
     parts = computed_parts(batch, plan.microbatches, plan.cut, options.rows)
-    if len({_shapes(part) for part in parts}) > 1:
+    tensors = (leaves(part, Tensor, objects=True) for part in parts)
+    if len({tuple((x.shape, x.dtype) for x in every) for every in tensors}) > 1:
         return _Few(plan, batch)
     runs = _least(plan.accumulate, 1 if brief else MICROBATCHES)
     fewer, stages = replace(plan, accumulate=runs), plan.mesh.size_of(PIPELINE)
@@ -437,7 +437,3 @@ def _least(number: int, least: int, turn: int = 1) -> int:
     itself if none is.
     """
     return next((n for n in range(least, number) if number % n == n % turn == 0), number)
-
-
-def _shapes(part: Any) -> tuple[Any, ...]:
-    return tuple((x.shape, x.dtype) for x in leaves(part, Tensor, objects=True))

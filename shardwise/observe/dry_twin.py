@@ -46,18 +46,7 @@ class DryTwin:
         """The bytes of a step on this rank's `batch`; of the one that `beside` takes next.
         `counts` are the rows of all data ranks in each microbatch; they have as many if not given.
         """
-
-        def act(engine: Engine) -> dict[Key, int]:
-            """Take the step from where `beside` is."""
-            if beside is not None:
-                now = beside if isinstance(beside, Progress) else Progress.of(beside)
-                now.give_to(engine)
-            engine.world.counts[:] = counts
-            engine.step(batch)
-            engine.wait()
-            return sent_bytes(engine.last)
-
-        return self.within(batch, act)
+        return self._sent(beside, batch, counts, lambda engine: engine.step(batch))
 
     def events(self, beside: Engine, batch: Any) -> tuple[dict[Key, int], Sequence[Event]]:
         """The same, and the memory at each event of the step; none if it computes values."""
@@ -73,14 +62,23 @@ class DryTwin:
         self, batch: Any, counts: Sequence[Counts] = (), beside: Engine | None = None
     ) -> dict[Key, int]:
         """The bytes of an evaluation; of the one that `beside` makes next."""
+        return self._sent(beside, batch, counts, lambda engine: engine.evaluate(batch))
 
+    def _sent(
+        self,
+        beside: Engine | Progress | None,
+        batch: Any,
+        counts: Sequence[Counts],
+        call: Callable[[Engine], object],
+    ) -> dict[Key, int]:
         def act(engine: Engine) -> dict[Key, int]:
-            """Evaluate from where `beside` is."""
+            """Call it from where `beside` is."""
             if beside is not None:
-                Progress.of(beside).give_to(engine)
+                now = beside if isinstance(beside, Progress) else Progress.of(beside)
+                now.give_to(engine)
             before = engine.ledger.lines
             engine.world.counts[:] = counts
-            engine.evaluate(batch)
+            call(engine)
             engine.wait()
             return sent_bytes(engine.ledger.since(before))
 

@@ -73,8 +73,7 @@ def _within(budget_bytes: int, run: DryRun, batch: Any) -> Foreseen:
     if place == len(places):
         least = kept(places[-1])
         raise bad(
-            f"recompute:{size_text(budget_bytes)}, where a rank keeps at least {least:,} "
-            "bytes of activations with every block recomputed",
+            f"recompute:{size_text(budget_bytes)}, where a rank keeps at least {least:,} bytes",
             f"a budget of {size_text(least)} or more, or a smaller microbatch",
             f"recompute:{size_text(least)}",
         )

@@ -79,7 +79,7 @@ class StepMeter(TorchDispatchMode):
             held[category] += stored_bytes
         self.events.append(Event(kind, unit, self.microbatch, held, max(peak, sum(held.values()))))
         places = ((s.place, s.nbytes() or 0) for s in self.meter.storages.values())
-        self.on_host.append(sum(n for p, n in places if p[::2] == (ACTIVATIONS, "host")))
+        self.on_host.append(sum(n for place, n in places if place == (ACTIVATIONS, "host")))
 
     def _alive(self) -> Iterator[tuple[str, int]]:
         """The live storages of the device except the batch: category and bytes of each."""

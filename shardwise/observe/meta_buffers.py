@@ -53,7 +53,6 @@ def _valueless(name: str, module: nn.Module) -> Exception:
     kind = type(module).__name__
     return bad(
         f"the buffer {name} on the meta device, whose {kind} has nothing that sets its value",
-        f"a method reset_buffers of {kind}, weights that hold it (sw.fill_from), or a model whose "
-        "buffers are not on the meta device",
+        f"a method reset_buffers of {kind}, or weights that hold it (sw.fill_from)",
         f"def reset_buffers(self): self.{name.rpartition('.')[2]}.copy_(...)",
     )

@@ -1,4 +1,4 @@
-"""The meter: live tensor bytes by category and unit, their peak in a step, and what no category
+"""The meter: live tensor bytes by category and tier, their peak in a step, and what no category
 holds.
 
 The meter tracks the storages of every operation's results by weak references, on any device; it
@@ -10,9 +10,9 @@ of live storages (units resize theirs to zero and back).
                                                  that autograd saves, and received messages
 
 Storages are on the device, or in host memory (comm/tiers/tiers.py).  The result of an operation is
-where its operands are.  `peak_bytes` and `most` are of the device.  What a kernel takes and
-returns inside one operation is not seen.  Without `peaks` nothing is added up after an operation,
-which takes most of the time; `now` counts what is live.
+where its operands are.  What a kernel takes and returns inside one operation is not seen.  Without
+`peaks` nothing is added up after an operation, which takes most of the time; `now` counts what is
+live.
 
 `Live` tracks the result of every operation while an engine is built and steps, wherever it is kept
 (an attribute, a list, a closure, the autograd graph), and the model's original weights.  A tensor
@@ -22,7 +22,7 @@ each rank tracks its own.  Memory outside torch, and storages that no torch oper
 not tracked.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -31,21 +31,19 @@ from torch import Tensor, UntypedStorage, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.core.zero import ACTIVATIONS, CATEGORIES, PART_OF, Tier
+from shardwise.core.zero import ACTIVATIONS, PART_OF, Tier
 from shardwise.engine import memory
 from shardwise.engine.engine import Engine
 from shardwise.observe.work import call_tensors
 
-METERED = (*CATEGORIES, ACTIVATIONS)
 #: Memory without values is counted from the next operation on, when its owner has it.
 UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided")
 
 
 class MeterKey(NamedTuple):
-    """The key of a count of bytes: category, unit ("" for bytes of no unit) and tier."""
+    """The key of a count of bytes."""
 
     category: str
-    unit: str
     tier: Tier = "device"
 
 
@@ -67,14 +65,11 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.engine, self.peaks = engine, peaks
         self.storages: dict[int, Storage] = {}
-        self.peak_bytes = 0
-        self.host_bytes, self.host_places = 0, dict[MeterKey, int]()
-        self.most: dict[str, int] = {}  # the peak of each category by itself
+        self.peak_bytes = 0  # of the device
+        self.most: dict[tuple[str, str], int] = {}  # the peak of each category by itself
 
     def __enter__(self) -> Self:
-        self._claim()
         self.peak_bytes, self.most = 0, {}
-        self.host_bytes, self.host_places = 0, {}
         self._look()
         return super().__enter__()
 
@@ -90,14 +85,8 @@ class Meter(TorchDispatchMode):
                 self._look()
         return made
 
-    # --- results ------------------------------------------------------------------------------
-
-    @property
-    def host_peak(self) -> dict[str, int]:
-        return by_category(self.host_places)
-
     def now(self) -> dict[MeterKey, int]:
-        """Bytes by category and unit that are live now."""
+        """Bytes by category and tier that are live now."""
         self._claim()
         total: dict[MeterKey, int] = {}
         for key, storage in list(self.storages.items()):
@@ -116,7 +105,7 @@ class Meter(TorchDispatchMode):
             if leaf.layout == torch.strided:
                 known = leaf.untyped_storage()._cdata in self.storages
                 if not known and not self._elsewhere(leaf, args):
-                    place = place or MeterKey(ACTIVATIONS, self._running(), self._tier(args))
+                    place = place or MeterKey(ACTIVATIONS, self._tier(args))
                     self._track(leaf, place)
 
     def _elsewhere(self, x: Tensor, args: Any) -> bool:
@@ -127,19 +116,10 @@ class Meter(TorchDispatchMode):
         return known and self.engine.world.tiers.of(x) == "device"
 
     def _look(self) -> None:
-        every = self.now()
-        places = {place: count for place, count in every.items() if place.tier == "device"}
-        total = sum(places.values())
-        on_host = sum(count for place, count in every.items() if place.tier == "host")
-        if on_host > self.host_bytes:
-            self.host_bytes = on_host
-            self.host_places = {p: count for p, count in every.items() if p.tier == "host"}
-        self.peak_bytes = max(self.peak_bytes, total)
-        now: dict[str, int] = dict.fromkeys(METERED, 0)
-        for place, count in places.items():
-            now[place.category] += count
-        for category in (key for key in METERED if now[key] > self.most.get(key, 0)):
-            self.most[category] = now[category]
+        found = self.now()
+        on_device = sum(count for place, count in found.items() if place.tier == "device")
+        self.peak_bytes = max(self.peak_bytes, on_device)
+        self.most |= {place: max(n, self.most.get(place, 0)) for place, n in found.items()}
 
     def _track(self, tensor: Tensor, place: MeterKey) -> None:
         """Track a storage, unless it is in an arena, which is counted with it."""
@@ -161,21 +141,17 @@ class Meter(TorchDispatchMode):
         tracked = self.storages.get(x.untyped_storage()._cdata)
         return self.engine.world.tiers.of(x) if tracked is None else tracked.place.tier
 
-    def _claim(self, owned: Iterable[tuple[MeterKey, Tensor]] | None = None) -> None:
+    def _claim(self) -> None:
         """Give the engine's own storages their category, in the order of precedence."""
-        tiers = self.engine.world.tiers
-        for place, tensor in self._owned() if owned is None else owned:
-            tracked, tier = self.storages.get(tensor.untyped_storage()._cdata), tiers.of(tensor)
-            if tracked is None:
-                self._track(tensor, place)
-            elif tracked.place.category == ACTIVATIONS or tracked.place.tier != tier:
-                tracked.place = place._replace(tier=tier)
+        for category, _, tensor in memory.owned(self.engine):
+            self._own(tensor, PART_OF.get(category, category))
 
-    def _owned(self) -> Iterator[tuple[MeterKey, Tensor]]:
-        units = self.engine.data.units.order
-        unit_of = {id(group): unit.name for unit in units for group in unit.groups}
-        for category, flat, tensor in memory.owned(self.engine):
-            yield MeterKey(PART_OF.get(category, category), unit_of.get(id(flat), "")), tensor
+    def _own(self, x: Tensor, category: str) -> None:
+        tracked, tier = self.storages.get(x.untyped_storage()._cdata), self.engine.world.tiers.of(x)
+        if tracked is None:
+            self._track(x, MeterKey(category))
+        elif tracked.place.category == ACTIVATIONS or tracked.place.tier != tier:
+            tracked.place = MeterKey(category, tier)
 
     def _claim_gradients(self) -> None:
         """Claim gradients that are being made; once reduced, nobody owns what was sent."""
@@ -183,15 +159,7 @@ class Meter(TorchDispatchMode):
             for x in (x for group in unit.trained for x in memory.gradients_of(group)):
                 known = self.storages.get(x.untyped_storage()._cdata)
                 if known is None or known.place.category == ACTIVATIONS:
-                    self._claim([(MeterKey("gradients", unit.name), x)])
-
-    def _running(self) -> str:
-        inside = [unit for unit in self.engine.data.units.order if unit.state.depth > 0]
-        return inside[-1].name if inside else ""
-
-
-def by_category(places: dict[MeterKey, int]) -> dict[str, int]:
-    return {c: sum(n for place, n in places.items() if place.category == c) for c in METERED}
+                    self._own(x, "gradients")
 
 
 # --- live memory ----------------------------------------------------------------------------------

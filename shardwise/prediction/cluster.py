@@ -4,7 +4,6 @@
     [inside]          a device's link to the others of its host: latency_s, bytes_per_s
     [between]         a device's link to those of other hosts
     [host_link]       to the memory of its host; none if the device is its host's processor
-    [disk]            of a host: read_bytes_per_s, write_bytes_per_s; may be left out
     [derating]        the part of the data sheet's rate that products, memory and links reach
 
 What `shardwise doctor --save` measures has deratings of 1, and more than a data sheet says:
@@ -101,15 +100,6 @@ class CollectiveSpeed(BaseModel):
     rate: Rate = 1.0
 
 
-class DiskSpeed(BaseModel):
-    """The disk of a host."""
-
-    model_config = _FROZEN
-
-    read_bytes_per_s: Rate
-    write_bytes_per_s: Rate
-
-
 class Derating(BaseModel):
     """What parts of the rates of a data sheet are reached, one for each class of work.
     The defaults were fitted once to all rows of tests/predict/test_golden_time.py together, for the
@@ -134,7 +124,6 @@ class Cluster(BaseModel):
     between: LinkSpeed
     host_link: LinkSpeed | None = None
     hosts: Annotated[int, Field(gt=0)] | None = None
-    disk: DiskSpeed | None = None
     derating: Derating = Derating()
     collectives: dict[str, CollectiveSpeed] = Field(default_factory=dict)
 
@@ -278,6 +267,6 @@ def _problem(error: dict[str, Any]) -> Problem:
     else:
         instead = f"{key} = {instead}, as in {_EXAMPLE}"
     if error["type"] == "missing":
-        return Problem(f"a cluster without {key}", "all keys but [disk] and [derating]", instead)
+        return Problem(f"a cluster without {key}", "all keys but [derating]", instead)
     given, allowed = json.dumps(error["input"], default=str)[:80], str(error["msg"])
     return Problem(f"{key} = {given}", allowed.removeprefix("Input should be "), instead)

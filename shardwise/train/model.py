@@ -45,8 +45,23 @@ Batch = dict[str, Tensor]
 
 def build(prepared: PreparedRun, world: World) -> Engine:
     """The engine. Its first weights depend only on the seed, or the folder."""
+    if prepared.table is not None and prepared.config.plan.table is None and world.rank == 0:
+        print(
+            f"shardwise: the table of tensor parallelism is derived; 'shardwise table "
+            f"{prepared.config.model.name}' prints it (docs/how-to/tables.md)",
+            file=sys.stderr,
+        )
+    options = replace(
+        _options(prepared, world.device),
+        tokens=gpt.tokens,
+        fill=prepared.sizes.fill(prepared.config.train.seed),
+        offload_folder=prepared.config.offload.folder,
+    )
+    model = on_meta(prepared.sizes)
+    for block in blocks(model).values() if prepared.config.train.compile else ():
+        block.compile()
     try:
-        return _build_engine(prepared, world)
+        return build_engine(model, prepared.plan, world, options)
     except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError on a CPU
         if not ran_out(error):
             raise
@@ -132,26 +147,6 @@ def options_of_run(
         on_nonfinite=train.on_nonfinite,
         check_every=config.run.check_every,
     )
-
-
-def _build_engine(prepared: PreparedRun, world: World) -> Engine:
-    train = prepared.config.train
-    if prepared.table is not None and prepared.config.plan.table is None and world.rank == 0:
-        print(
-            f"shardwise: the table of tensor parallelism is derived; 'shardwise table "
-            f"{prepared.config.model.name}' prints it (docs/how-to/tables.md)",
-            file=sys.stderr,
-        )
-    model = on_meta(prepared.sizes)
-    for block in blocks(model).values() if train.compile else ():
-        block.compile()
-    options = replace(
-        _options(prepared, world.device),
-        tokens=gpt.tokens,
-        fill=prepared.sizes.fill(train.seed),
-        offload_folder=prepared.config.offload.folder,
-    )
-    return build_engine(model, prepared.plan, world, options)
 
 
 def batch(rows: Rows, least: int, device: torch.device) -> Batch:
@@ -247,8 +242,7 @@ def model_sizes(
     if of_experts:
         key = of_experts[0]
         raise bad(
-            f"model.{key} = {getattr(section, key)!r} without model.experts, which trains a dense "
-            "model",
+            f"model.{key} = {getattr(section, key)!r} without model.experts",
             "the number of experts beside it, or none of the keys of experts",
             f"model.experts = 8, or leave model.{key} out",
         )
@@ -282,8 +276,7 @@ def _trained_on_text(sizes: MoEConfig) -> MoEConfig:
     """Raises InputError for a gate that reads numbers which no text has."""
     if sizes.gate.name == "assigned":
         raise bad(
-            f"model.gate = '{sizes.gate.name}' in a run on text, which does not assign tokens to "
-            "experts",
+            f"model.gate = '{sizes.gate.name}' in a run on text, which assigns no experts",
             "a gate that reads logits or token ids",
             "model.gate = 'hash'",
         )

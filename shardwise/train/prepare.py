@@ -180,11 +180,7 @@ def hold_folder(config: Config, start: RunStart, patience_s: float = 0.0) -> Ite
     """Hold the lock on the run's folder; yields `start` with `auto` resolved under the lock.
     The launcher or rank 0 holds it. Folders that it made are removed if empty at the end.
     """
-    path = config.folder / RUN_LOCK
     with ExitStack() as held:
         with using_folder(config.folder, "run.folder"):
-            if not path.exists():
-                settled = start.resolve_auto(config)
-                run_folder.check(config, settled.resume, settled.overwrite)
-            held.enter_context(locked(path, patience_s))
+            held.enter_context(locked(config.folder / RUN_LOCK, patience_s))
         yield start.resolve_auto(config)

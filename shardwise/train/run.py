@@ -255,8 +255,7 @@ def _check_data(saved: dict[str, object], here: dict[str, object]) -> None:
         raise bad(
             "a checkpoint to resume from that was trained with "
             + ", ".join(f"{names[n]} = {saved.get(n)} (now {here[n]})" for n in other),
-            "the same data, sequence length, validation share and seed, which define the position "
-            "in the data",
+            "the same data, sequence length, validation share and seed",
             "the configuration in the run's folder, or --overwrite for a new run",
         )
 

@@ -78,8 +78,7 @@ def check(config: Config, resume: bool, overwrite: bool) -> None:
     if (_has_steps(folder) or _has_saves(folder)) and not (resume or overwrite):
         raise bad(
             f"run.folder = '{folder}', where a run is already",
-            "a new folder, --resume to continue that run (--resume auto: only if there is one), "
-            "or --overwrite to replace it",
+            "a new folder, --resume to continue that run, or --overwrite to replace it",
             setting("run.folder", beside(folder)),
         )
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())

@@ -52,12 +52,10 @@ class Verify(ModuleType):
         Raises InputError for a plan or model that cannot run, RankError if a rank fails.
         """
         from shardwise.comm.start.launch import can_fork
-        from shardwise.core.tools.arguments import choice
         from shardwise.verify.command import model_of, verify
         from shardwise.verify.inputs import Options
 
         model = model_of(build, batch, loss, tokens)
-        choice("device", device or "cpu", ("cpu", "cuda"))
         options, fork = Options(units, table), can_fork(device or "cpu")
         return verify(plan, model, steps, options, device=device, fork=fork)
 

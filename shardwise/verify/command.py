@@ -21,7 +21,7 @@ from shardwise.comm.world import alone, init
 from shardwise.core.errors import InputError, RankError, RunError, bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
-from shardwise.core.tools.arguments import choice, integer, short_repr
+from shardwise.core.tools.arguments import integer, short_repr
 from shardwise.derive.table import table_or_derived
 from shardwise.engine.batch import split
 from shardwise.engine.checks.device_room import require_chosen, require_room
@@ -67,7 +67,6 @@ def verify(
     integer("steps", steps, 1, 3, MOST_STEPS)
     start = environment()
     started = start is not None
-    choice("--device", device or "cpu", ("cpu", "cuda"))
     require(plan)
     require_chosen(plan)
     plan = plan.completed(start.size if start else None)
@@ -154,8 +153,7 @@ def model_of(
     if isinstance(build, nn.Module) or not callable(build):
         raise bad(
             f"a {type(build).__name__} ({short_repr(build)}) as the model of sw.verify",
-            "a function without arguments that returns the model, because the model is built "
-            "several times; or a name, as in shardwise verify --model",
+            "a function that builds the model; or a name, as in shardwise verify --model",
             "def build(): return Net(), then sw.verify(build, ...)",
         )
     name = getattr(build, "__qualname__", type(build).__name__)
@@ -169,8 +167,7 @@ def _rows_of(batch: Any, count: int, seed: int) -> Any:
     if own == 0:
         raise bad(
             "batch=, an example batch whose tensors have no rows, or different numbers of rows",
-            "tensors with one entry in dim 0 for each row; or a function of (rows, seed) that "
-            "makes a batch",
+            "tensors with an entry in dim 0 for each row; or a function of (rows, seed)",
             "batch={'inputs': x, 'targets': y}, or batch=make_batch",
         )
     generator = torch.Generator().manual_seed(seed)
@@ -210,8 +207,7 @@ def _trained(model: str | Trainable, plan: Plan) -> nn.Module:
     _require_seeded(trainable)
     if plan.precision in ("bf16", "fp16") and experts_in(trainable.plain()):
         raise bad(
-            f"a proof in {plan.precision} of a mixture of experts: rounding sends tokens of "
-            "nearly equal scores to other experts than in one process",
+            f"a proof in {plan.precision} of a mixture of experts: rounding changes the routing",
             "fp64 or fp32 for models with experts",
             f"'{replace(plan, precision='fp64')}'",
         )
@@ -233,8 +229,7 @@ def _trained(model: str | Trainable, plan: Plan) -> nn.Module:
             f'the model "{name}", whose step in {precision} on one process gives '
             f"{type(error).__name__}: {' '.join(str(error).split())} ({place_of(error, name)})",
             "a model that trains on its own batches, in the precision of the plan",
-            "the same command, once it does: a mixture of transformers with "
-            'experts_implementation="eager"; fp32 in the plan if the model fixes its dtypes',
+            'experts_implementation="eager" for a mixture of transformers, or fp32 in the plan',
         ) from error
     return engine.model
 
@@ -246,8 +241,7 @@ def _require_seeded(trainable: Trainable) -> None:
     same = (torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
     if len(one) != len(other) or not all(same):
         raise bad(
-            f'make_batch of the model "{trainable.name}", which ignores its seed: two calls with '
-            "the same rows and seed return different batches",
+            f'make_batch of the model "{trainable.name}", which ignores its seed',
             "batches that depend only on rows and seed, because each rank makes its own",
             "torch.randn(rows, ..., generator=torch.Generator().manual_seed(seed))",
         )
@@ -290,10 +284,10 @@ def of_a_rank(findings: Sequence[Finding]) -> str:
     losses = [one.alone[0] for one in findings if one.alone]
     if all(_close(loss, losses[0]) for loss in losses):
         return ""
+    other = next(x for x in losses if not _close(x, losses[0]))
     return (
         f"The loss of one batch in one process is {losses[0]:.6g} on rank 0, and on another rank "
-        f"{next(x for x in losses if not _close(x, losses[0])):.6g}: the model or the loss depends "
-        "on the rank. All ranks must compute the same function of their rows."
+        f"{other:.6g}. All ranks must compute the same function of their rows."
     )
 
 
@@ -322,19 +316,16 @@ def drawn(trial: Trial) -> str:
     if first != again:
         return (
             f"The loss of one batch is {first:.6g} and then {again:.6g}, with the same seed of "
-            "torch: the model or the loss draws random numbers of another generator, or keeps a "
-            "state between calls. A plan cannot draw the same ones."
+            "torch: the model or the loss keeps a state, or has a generator of its own."
         )
     if first == other:
         return ""
     with FirstDraw() as draw:
         trial.loss(batch, 1)
     return (
-        f"The forward pass draws random numbers ({draw.name or 'of torch'}), and each "
-        "rank draws its own, so no plan gives the numbers of one process. Dropout as a module, "
-        "nn.Dropout, is set to 0 by the proof; a call of torch.nn.functional.dropout or torch.rand "
-        "is not. To prove the rest, make its rate an attribute whose name has `drop` in it, or "
-        "switch it off."
+        f"The forward pass draws random numbers ({draw.name or 'of torch'}), and each rank draws "
+        "its own. The proof sets nn.Dropout to 0, and rates that are attributes of modules with "
+        "`drop` in their name: switch the others off."
     )
 
 
@@ -360,10 +351,9 @@ def carried(trial: Trial) -> str:
     if not changed or trial.loss(other, kept=True) == plain:
         return ""
     return (
-        f"A training pass changes the buffer {changed[0]}, and the loss depends on it. A rank has "
-        "other rows, or more microbatches, than one process, so its buffer differs. Compute it "
-        "from what all ranks have, or sum it over the data ranks (torch.distributed.all_reduce) in "
-        "the forward; spectral norm computes it anew in each microbatch."
+        f"A training pass changes the buffer {changed[0]}, and the loss depends on it: it differs "
+        "on ranks with other rows or more microbatches than one process. Compute it from what all "
+        "ranks have, or sum it over the data ranks (torch.distributed.all_reduce) in the forward."
     )
 
 
@@ -379,14 +369,12 @@ def summed(trial: Trial) -> str:
     if _close(whole, sum(parts)):
         return (
             f"The loss is a sum over the rows: it is {whole:.6g} for {TRIED} rows, and "
-            f"{parts[0]:.6g} and {parts[1]:.6g} for their halves. It must be their mean, as with "
-            'reduction="mean".'
+            f'{parts[0]:.6g} and {parts[1]:.6g} for their halves. Use their mean: reduction="mean".'
         )
     return (
         f"The loss is no mean over the rows: it is {whole:.6g} for {TRIED} rows, and the mean of "
-        f"their halves is {mean:.6g}. If rows count differently, as by their number of tokens, "
-        "say so with tokens=. If rows are compared with each other, as in a contrastive loss or a "
-        "norm over the batch, a plan that divides the batch computes another loss."
+        f"their halves is {mean:.6g}. If rows count by their tokens, pass tokens=. A loss that "
+        "compares rows (contrastive, a norm over the batch) differs if a plan divides the batch."
     )
 
 

@@ -46,8 +46,7 @@ from shardwise.verify.difference import (
 from shardwise.verify.finding import NEVER, BoxPlace, Costs, Errors, Finding, Parts, renamed
 from shardwise.verify.oracles import textbook
 from shardwise.verify.oracles.async_oracle import AsyncOracle
-from shardwise.verify.oracles.batches import IDLE_STEP, ROWS, SEED, Division, rows_of_step
-from shardwise.verify.oracles.loads import Choices
+from shardwise.verify.oracles.batches import IDLE_STEP, ROWS, SEED, Choices, Division, rows_of_step
 from shardwise.verify.oracles.oracle import Oracle, in_eval_mode
 from shardwise.verify.oracles.oracles import LOSS_SCALE, Oracles, factor_of
 from shardwise.verify.oracles.rounding import moment_errors, moments, published

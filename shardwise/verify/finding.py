@@ -10,7 +10,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.state.box import Box
 from shardwise.techniques.expert.apply import layers_of
 from shardwise.verify.oracles import textbook
-from shardwise.verify.oracles.loads import Loads
+from shardwise.verify.oracles.batches import Loads
 from shardwise.verify.oracles.textbook import Uses
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from shardwise.observe.meter import Live, Stray
 from shardwise.techniques.expert.apply import experts_in
 from shardwise.verify.finding import Costs
 from shardwise.verify.oracles import textbook
-from shardwise.verify.oracles.loads import Loads
+from shardwise.verify.oracles.batches import Loads
 
 READ_AFTER: Final = (3, 6)
 MEASURED_STEP: Final = 4

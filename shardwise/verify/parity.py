@@ -38,8 +38,7 @@ from shardwise.verify.finding import Finding
 from shardwise.verify.inputs import Options, without_dropout
 from shardwise.verify.memory_proof import EVALUATED_STEP, attributes, over_steps
 from shardwise.verify.oracles import textbook
-from shardwise.verify.oracles.batches import ROWS, SEED, Division, ragged
-from shardwise.verify.oracles.loads import Loads, Routed
+from shardwise.verify.oracles.batches import ROWS, SEED, Division, Loads, Routed, ragged
 from shardwise.verify.oracles.oracle import Microbatches, Oracle
 from shardwise.verify.oracles.oracles import (
     LOSS_SCALE,

@@ -198,11 +198,6 @@ def _differences(findings: Sequence[Finding], bound: float) -> list[Difference]:
     return sorted(found, key=lambda difference: difference.kind in LATE)
 
 
-def largest(finding: Finding) -> float:
-    """The largest error on one rank, in the units of its bound."""
-    return max(errors.largest for found in finding.errors for errors in _errors_of([found]))
-
-
 def _errors_of(by_rank: Sequence[Errors | Parts]) -> list[Errors]:
     parts = [found for found in by_rank if isinstance(found, Parts)]
     if len(parts) == len(by_rank):

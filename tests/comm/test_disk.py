@@ -4,7 +4,7 @@ import errno
 import gc
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -209,20 +209,20 @@ class Ending:
 
 def test_a_copy_is_waited_for_by_its_part_of_the_memory():
     """Of buffers in one storage what overlaps is settled; copies that are over are dropped."""
-    tiers = Tiers()
+    tiers, ending = Tiers(), cast(Any, Ending)
     room = tiers.empty(4 * 256, torch.uint8)
-    parts, ends = room.split(256), [Ending() for _ in range(4)]
+    parts, ends = room.split(256), [ending() for _ in range(4)]
     for part, end in zip(parts, ends, strict=True):
         tiers.copying(part[:128].view(torch.float32), end)
     tiers.settle(parts[2])
     tiers.settle(parts[1][128:])
     assert [end.waits for end in ends] == [0, 0, 1, 0]
-    again = Ending()
+    again = ending()
     tiers.copying(parts[0], again)  # it was begun after the first one's copy
     tiers.settle(room.view(2, 512).t()[:, 0])
     assert [end.waits for end in (*ends, again)] == [0, 1, 1, 0, 1]
     for _ in range(100):
-        tiers.copying(parts[3][:64], Ending(over=True))
+        tiers.copying(parts[3][:64], ending(over=True))
     memory = tiers._memory(room)
     assert memory is not None and len(memory.copies) <= 3
 
@@ -231,7 +231,7 @@ def test_a_buffer_of_a_disk_waits_for_its_own_copies(tmp_path: Path):
     """The one given back first comes first, and copies of other buffers are not waited for."""
     tiers, disk = Tiers(), Disk(tmp_path, 0, Ledger())
     disk.reserve(tiers.empty(3 * 4096 + ALIGN_BYTES, torch.uint8), 4096, tiers.settle)
-    buffers, ends = [disk.acquire() for _ in range(3)], [Ending() for _ in range(3)]
+    buffers, ends = [disk.acquire() for _ in range(3)], [cast(Any, Ending)() for _ in range(3)]
     for buffer, end in zip(buffers, ends, strict=True):
         tiers.copying(buffer.tensor(torch.float32, 1024), end)
         disk.release(buffer)

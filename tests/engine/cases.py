@@ -22,7 +22,7 @@ from shardwise.engine.options import EngineOptions
 from shardwise.models import gpt
 from shardwise.models.trainable import fill
 from shardwise.observe.work import Kernels
-from shardwise.verify.oracles.loads import Choices, Loads
+from shardwise.verify.oracles.batches import Choices, Loads
 from shardwise.verify.oracles.oracles import microbatches_of
 
 ROWS = ["ddp", "zero1", "zero2", "zero3"]

@@ -144,9 +144,9 @@ def measured(world: World, plan: str, what: str) -> tuple[int, list[int], int, i
         sum(group.plan.padded * group.shard.element_size() for group in unit.groups)
         for unit in engine.data.units.order
     ]
-    growth = meter.host_peak["optimizer"] - engine.host_memory()["optimizer"]
+    growth = meter.most["optimizer", "host"] - engine.host_memory()["optimizer"]
     rests = engine.memory()[what]
-    return meter.most[what], units, rests, growth
+    return meter.most[what, "device"], units, rests, growth
 
 
 FEW = [(f"{plan} fp32 offload:param", "parameters", 3) for plan in ("dp1", "dp2 zero3")]
@@ -277,7 +277,7 @@ def waiting(world: World, width: int, plan: str) -> tuple[Held, Used, int, str, 
         with meter:
             metrics = engine.step(mine(engine, task.batch(step)))
         held.note(engine, metrics)
-        peaks.append(sum(meter.host_peak.values()))
+        peaks.append(sum(n for (_, tier), n in meter.most.items() if tier == "host"))
     disk.sync()
     used = disk.use.so_far - before
     assert disk.free == disk.buffers - 1  # the one that widens gradients is kept

@@ -261,8 +261,8 @@ def test_host_memory_is_apart():
         twice = there * 2
         back = begin_copy(there, ours.world.tiers, "host", "device").wait()
         assert meter.peak_bytes == before + 2 * 4000
-        assert meter.host_peak["activations"] == meter.host_bytes == 2 * 4000
-        found = {place.tier: n for place, n in meter.now().items() if not place.unit}
+        assert meter.most["activations", "host"] == 2 * 4000
+        found = {p.tier: n for p, n in meter.now().items() if p.category == "activations"}
         assert found["host"] == found["device"] == 8000
     del twice, back
     whole, moved = ours.memory(), ours.flats[0].shard.untyped_storage().nbytes()

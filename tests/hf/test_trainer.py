@@ -282,7 +282,7 @@ def test_padded_microbatches_of_an_update_may_have_other_lengths():
     batch = joined([short, long], PADDING)
     assert batch["labels"][0].tolist() == [1, 1, 1, -100, -100]
     assert batch["attention_mask"].sum().item() == 16
-    with pytest.raises(InputError, match="pads to one length"):
+    with pytest.raises(InputError, match="padding='max_length'"):
         joined([{"x": torch.ones(2, 3)}, {"x": torch.ones(2, 4)}], PADDING)
 
 

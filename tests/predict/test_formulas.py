@@ -31,7 +31,7 @@ from shardwise.observe.meter import Meter
 from shardwise.techniques.expert.apply import layers_of
 from shardwise.techniques.expert.gate import GATES
 from shardwise.techniques.recompute.apply import KEPT, Foreseen, Recomputation
-from shardwise.verify.oracles.loads import Loads
+from shardwise.verify.oracles.batches import Loads
 from shardwise.verify.oracles.textbook import Uses, exchanged
 from tests.engine.cases import small_gpt
 from tests.expert import moe

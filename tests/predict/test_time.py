@@ -157,10 +157,10 @@ def test_a_collective_takes_its_hops_and_its_bytes(
 def test_a_move_overlaps_until_it_is_waited_for():
     """Two moves on one axis run one after the other, beside what computes meanwhile."""
     streams = Streams()
-    streams.begin({"dp": 2.0})
-    ends = streams.begin({"dp": 3.0})
+    streams.begin("dp", 2.0)
+    end = streams.begin("dp", 3.0)
     streams.compute(4.0)
-    streams.wait(ends)
+    streams.wait(*end)
     assert (streams.now, streams.exposed_s["dp"]) == (5.0, 1.0)
 
 

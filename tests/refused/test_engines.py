@@ -205,7 +205,6 @@ TYPES = [
     *((partial(loader, **{name: -1}), f"'{name}': -1", "num_workers=2") for name in WRONG),
     (lambda: sw.Loader(X, alone(), 2), "engine=World", "sw.Loader(dataset, engine, 32)"),
     *((lambda state=s: loader().load_state_dict(state), "batch=2", "saved") for s in STATES),
-    (lambda: sw.spawn(str, 2, args=3), "args=3", "spawn(work, 2, args=(3,))"),
     (lambda: sw.save(engine_of(), ""), "folder ''", '"runs/example"'),
     (lambda: sw.save(engine_of(), "a\0b"), "folder 'a", '"runs/example"'),
     (lambda: S("x"), "S with dim 'x'", "S(0)"),

@@ -139,7 +139,7 @@ def test_an_export_has_what_transformers_loads(
     vocabulary = load_tokenizer(given.folder / "tokenizer" / "tokenizer.json")
     assert read("some more text")["input_ids"] == vocabulary.encode(["some more text"])[0].tolist()
     assert read.model_max_length == 77 or read.eos_token_id == vocabulary.separator
-    assert "generation_config.json, the run's tokenizer" in said
+    assert "generation_config.json, tokenizer.json" in said
 
 
 def test_operations_and_parameters_are_counted(tmp_path: Path):

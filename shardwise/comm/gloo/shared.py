@@ -51,9 +51,9 @@ _OPEN: "WeakSet[Mailboxes]" = WeakSet()
 SWITCH = "SHARDWISE_SHARED_MEMORY"
 
 
-def shared_memory_wanted(variables: Mapping[str, str] | None = None) -> bool:
+def shared_memory_wanted(variables: Mapping[str, str] = os.environ) -> bool:
     """Whether SHARDWISE_SHARED_MEMORY is 1, the default. Raises InputError unless 0 or 1."""
-    text = (os.environ if variables is None else variables).get(SWITCH) or "1"
+    text = variables.get(SWITCH) or "1"
     if text not in ("0", "1"):
         raise bad(
             f"{SWITCH}='{text}' in the environment",

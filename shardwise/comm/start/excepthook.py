@@ -31,7 +31,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardwise.core.errors import InputError, OtherCallError, RankError, bad
+from shardwise.core.errors import InputError, OtherCallError, RankError
 
 #: How long another rank waits for rank 0 to print.
 _GRACE_S = 2.0
@@ -47,8 +47,6 @@ _PACKAGE = f"{Path(__file__).resolve().parents[2]}{os.sep}"
 #: Where code is that is not the user's script: ours, torch's, Python's.
 _NOT_SCRIPT = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+)', re.MULTILINE)
-
-_NO_RATE = "parallelize() got an unexpected keyword argument 'lr'"
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -73,7 +71,6 @@ def _excepthook(
     """The hook; `before` is the hook it replaced.  With several ranks it exits before connections
     close: else the others would fail, and torchrun would kill this process before its exit code.
     """
-    _explain(error)
     refused, trace = isinstance(error, InputError), "".join(traceback.format_tb(frames))
     lost = not refused and LOST_CONNECTION.search(str(error))
     if lost and (_printed(_REFUSAL, 0) or _printed(_OTHER_CALL, 0)):
@@ -101,17 +98,6 @@ def _excepthook(
         os._exit(code)
     if not hasattr(sys, "ps1"):  # an interpreter goes on
         raise SystemExit(code)
-
-
-def _explain(error: BaseException) -> None:
-    """Add a note to Python's own error for two habits from other libraries."""
-    if isinstance(error, TypeError) and str(error).endswith(_NO_RATE):
-        options = "options of the engine; the learning rate is one of its optimizer"
-        error.add_note(str(bad("sw.parallelize(..., lr=)", options, "optimizer=sw.AdamW(lr=1e-3)")))
-    if isinstance(error, AttributeError) and type(error.obj) is float and error.name == "backward":
-        done = "engine.step(batch), which has run forward, backward and the update"
-        what = ".backward() of a number, as the loss of engine.step is"
-        error.add_note(str(bad(what, done, "metrics.loss alone")))
 
 
 def _end_program() -> None:

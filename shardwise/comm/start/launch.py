@@ -32,12 +32,7 @@ from shardwise.comm.start.excepthook import (
     install_excepthook,
 )
 from shardwise.comm.start.peers import reported_failure
-from shardwise.comm.start.rendezvous import (
-    LAUNCHER,
-    read_limits,
-    require_local,
-    require_loopback,
-)
+from shardwise.comm.start.rendezvous import LAUNCHER, read_limits, require_local
 from shardwise.comm.start.worker import SIGNALS, StopSignal, Work, run, run_command
 from shardwise.core.errors import InputError, RankError, bad
 from shardwise.core.tools.arguments import choice, integer, rank_names, short_repr
@@ -79,9 +74,6 @@ def spawn(
         given = f"spawn of {short_repr(function)}"
         allowed = "a function at the top level of a module"
         raise bad(given, allowed, "spawn(work, 2), after def work(): ...")
-    if not isinstance(args, tuple | list):
-        given = f"spawn with args={short_repr(args)}"
-        raise bad(given, "a tuple of the function's arguments", "spawn(work, 2, args=(3,))")
     work = (function, tuple(args)) if fork else _pickled(function, tuple(args))
     started = Ranks()
     started.run(ranks, work, device)
@@ -155,29 +147,22 @@ def require_ranks(ranks: int, device: str | None) -> None:
             f"ranks={gpus}, or {on_cpu}" if gpus else on_cpu,
         )
     require_local(ranks)
-    if ranks > 1:
-        require_loopback()
     read_limits()
 
 
 def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    allowed = "a function at the top level of a module, and arguments that can be pickled"
+    why = "they are defined in a notebook or an interactive session"
     try:
         work = pickle.dumps((function, args))
+        if b"__main__" not in work or hasattr(sys.modules["__main__"], "__file__"):
+            return work
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise bad(
-            f"a function or arguments that cannot be sent to another process ({error})",
-            allowed,
-            "def work(...): ... outside any other function, then spawn(work, ...)",
-        ) from error
-    if b"__main__" in work and not hasattr(sys.modules["__main__"], "__file__"):
-        raise bad(
-            f"{short_repr(function)} or arguments that are defined in a notebook or an interactive "
-            "session, which new processes cannot import",
-            allowed,
-            "the same functions in a file: from file import build",
-        )
-    return work
+        why = str(error)
+    raise bad(
+        f"{short_repr(function)} or arguments that other processes cannot import ({why})",
+        "a function at the top level of a module, and arguments that can be pickled",
+        "the same functions in a file: from file import build",
+    )
 
 
 class Rank:

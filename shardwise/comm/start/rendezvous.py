@@ -10,7 +10,6 @@ srun has SLURM_STEP_NUM_TASKS, so that variable decides, and a step of one task 
 
 import os
 import re
-import socket
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,8 +29,6 @@ _PORT = ("MASTER_PORT", 1, 2**16 - 1)
 _PORTS = range(15000, 32000)
 #: The most processes on one machine: the larger of these, per machine and per processor core.
 _PER_MACHINE, _PER_CORE = 64, 8
-#: Seconds within which a host answers itself.
-_ANSWER_S = 5.0
 #: The variable of each time limit.
 _LIMITS = {
     "start_s": "SHARDWISE_START_TIMEOUT_S",
@@ -72,11 +69,10 @@ class Limits:
         return min(1.0, self.frozen_s / 5)
 
 
-def environment(variables: Mapping[str, str] | None = None) -> Start | None:
+def environment(variables: Mapping[str, str] = os.environ) -> Start | None:
     """Read the environment that torchrun or Slurm sets; None if neither started ranks.
     A Slurm step of one task is no launch: it is `srun --pty bash`, or the command of one process.
     """
-    variables = os.environ if variables is None else variables
     if "RANK" in variables or "WORLD_SIZE" in variables:
         return _torchrun(variables)
     if variables.get("SLURM_STEP_NUM_TASKS", "1") != "1" and "SLURM_PROCID" in variables:
@@ -92,9 +88,8 @@ def launched() -> bool:
     return os.environ.get(LAUNCHER) == str(os.getppid())
 
 
-def local_rank(rank: int, variables: Mapping[str, str] | None = None) -> int:
+def local_rank(rank: int, variables: Mapping[str, str] = os.environ) -> int:
     """The rank within this host, of a process that initialised torch.distributed itself."""
-    variables = os.environ if variables is None else variables
     texts = [variables.get(name, "") for name in ("LOCAL_RANK", "SLURM_LOCALID")]
     return next((int(text) for text in texts if text.isdecimal()), rank)
 
@@ -156,9 +151,8 @@ def _number(variables: Mapping[str, str], name: str, least: int = 0, most: int =
     )
 
 
-def read_limits(variables: Mapping[str, str] | None = None) -> Limits:
+def read_limits(variables: Mapping[str, str] = os.environ) -> Limits:
     """The limits in the environment. Raises InputError if one is no number of seconds above 0."""
-    variables = os.environ if variables is None else variables
     return Limits(**{field: _seconds(variables, field) for field in _LIMITS})
 
 
@@ -173,31 +167,6 @@ def _seconds(variables: Mapping[str, str], field: str) -> float:
         "a number of seconds above 0",
         f"export {name}={default:.0f}, which is the default",
     )
-
-
-def require_interfaces() -> None:
-    """Raise InputError if GLOO_SOCKET_IFNAME names an interface that this host does not have."""
-    given, here = os.environ.get("GLOO_SOCKET_IFNAME", ""), [n for _, n in socket.if_nameindex()]
-    if absent := [name for name in given.split(",") if name and name not in here]:
-        raise bad(
-            f"GLOO_SOCKET_IFNAME={given} in the environment, and no interface {absent[0]} on "
-            f"{socket.gethostname()}",
-            f"interfaces of this host: {', '.join(here) or 'it has none'}",
-            f"export GLOO_SOCKET_IFNAME={here[-1]}" if here else "a host with a network",
-        )
-
-
-def require_loopback() -> None:
-    """Raise InputError if processes of this host do not reach each other by `localhost`."""
-    try:
-        with socket.create_server(("localhost", 0)) as server:
-            socket.create_connection(server.getsockname()[:2], _ANSWER_S).close()
-    except OSError as error:
-        raise bad(
-            f"'localhost', by which processes of this host do not reach each other ({error})",
-            "a loopback interface that is up",
-            "ip link set lo up",
-        ) from None
 
 
 def require_local(ranks: int, plan: str = "") -> None:

@@ -28,7 +28,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -272,7 +272,7 @@ class Disk:
         size, position = extent.chunk_bytes(chunk), extent.position(chunk)
         what = "write" if act is os.pwritev else "read"
         try:
-            with self.use.request("read" if what == "read" else "written", size):
+            with self.use.spending("read" if what == "read" else "written", size):
                 _move(act, self.file, buffer.view[:size], position)
                 if not self.direct:
                     os.posix_fadvise(self.file, position, size, os.POSIX_FADV_DONTNEED)
@@ -330,8 +330,6 @@ def set_direct(file: int) -> bool:
 
 # --- how a disk is used ---------------------------------------------------------------------------
 
-Kind = Literal["read", "written"]
-Spending = Literal["waited", "updated"]
 _CLOCKS: Final = ("read", "written", "busy", "waited", "updated")
 
 
@@ -375,23 +373,15 @@ class DiskUse:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
-    def request(self, kind: Kind, count: int) -> Iterator[None]:
-        self._change(kind, 1, 0)
-        try:
-            yield
-        finally:
-            self._change(kind, -1, count)
-
-    @contextmanager
-    def spending(self, what: Spending) -> Iterator[None]:
-        """Around a part of a step, on the thread that runs it."""
+    def spending(self, what: str, count: int = 0) -> Iterator[None]:
+        """Around a request for so many bytes, or a part of a step, by the name of its clock."""
         self._change(what, 1, 0)
         try:
             yield
         finally:
-            self._change(what, -1, 0)
+            self._change(what, -1, count)
 
-    def _change(self, what: Kind | Spending, by: int, count: int) -> None:
+    def _change(self, what: str, by: int, count: int) -> None:
         with self.lock:
             now = time.perf_counter()
             self.clocks[what].change(by, now)

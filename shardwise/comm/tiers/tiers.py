@@ -15,12 +15,10 @@ may be freed at once, but not written before `wait`.  On a CPU the copy is made 
 """
 
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from threading import Lock
-from typing import Any, Protocol, cast
+from typing import Any
 from weakref import WeakValueDictionary, finalize
 
 import torch
@@ -38,26 +36,18 @@ from shardwise.core.zero import Tier
 _SWEEP_AT = 64  # table entries, above which entries of freed memory are removed
 
 
-class CopyEnd(Protocol):
-    """The end of a copy: a torch.cuda.Event."""
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> object: ...
-
-
 class _HostMemory:
     """A storage on the host; its copies under way: (first byte, byte after the last, end)."""
 
     def __init__(self, weak: StorageWeakRef) -> None:
         self.weak = weak
-        self.copies: list[tuple[int, int, CopyEnd]] = []
+        self.copies: list[tuple[int, int, torch.cuda.Event]] = []
 
-    def of(self, x: Tensor) -> list[CopyEnd]:
+    def of(self, x: Tensor) -> list[torch.cuda.Event]:
         first, end = _span(x)
         return [over for low, high, over in self.copies if low < end and first < high]
 
-    def add(self, x: Tensor, over: CopyEnd) -> None:
+    def add(self, x: Tensor, over: torch.cuda.Event) -> None:
         """A copy from or to `x` was begun, after earlier copies of its elements."""
         first, end = _span(x)
         rest = [
@@ -174,7 +164,7 @@ class Tiers:
         for over in [] if memory is None else memory.of(x):
             over.synchronize()
 
-    def copying(self, x: Tensor, over: CopyEnd) -> None:
+    def copying(self, x: Tensor, over: torch.cuda.Event) -> None:
         memory = self._memory(x)
         assert memory is not None
         with self._lock:
@@ -198,7 +188,7 @@ class Tiers:
         assert memory is not None
         stream.wait_stream(torch.cuda.current_stream(self.device))
         for earlier in memory.of(on_host):
-            stream.wait_event(cast(torch.cuda.Event, earlier))
+            stream.wait_event(earlier)
         with torch.cuda.stream(stream):
             out.copy_(x, non_blocking=True)
             on_device.record_stream(stream)
@@ -220,9 +210,7 @@ def begin_copy(
     if (src, dst) == ("device", "disk") and out is not None:
         return _write_behind(x.detach(), tiers, out)
     if (src, dst) == ("disk", "device") and out is not None:
-        return Pending(
-            [Fetch(_extent(x, tiers), out, partial(_to_device, tiers), tiers.ledger).wait]
-        )
+        return Pending([Fetch(_extent(x, tiers), out, tiers).wait])
     if {src, dst} != {"device", "host"}:
         raise ValueError(
             f"no copy from tier {src} to tier {dst}; allowed: device to host and back, or to disk "
@@ -247,10 +235,6 @@ def _copy(x: Tensor, tiers: Tiers, dst: Tier, out: Tensor) -> Pending[Tensor]:
         return Pending([lambda: out])
     over = tiers._copy_beside(out, x, dst)
     return Pending([lambda: _arrived(out, tiers, over)])
-
-
-def _to_device(tiers: Tiers, part: Tensor, out: Tensor) -> None:
-    _copy(part, tiers, "device", out).wait()
 
 
 def _extent(x: Tensor, tiers: Tiers) -> Extent:
@@ -284,20 +268,17 @@ def _arrived(out: Tensor, tiers: Tiers, over: torch.cuda.Event) -> Tensor:
 
 # --- a tensor on its way from a disk --------------------------------------------------------------
 
-#: Copies a part on the host to a part on the device.
-Copy = Callable[[Tensor, Tensor], object]
-
 
 class Fetch:
     """Brings `extent` to `out`, a flat tensor on the device."""
 
-    def __init__(self, extent: Extent, out: Tensor, copy: Copy, ledger: Ledger) -> None:
-        self.extent, self.disk, self.out, self.copy = extent, extent.disk, out, copy
+    def __init__(self, extent: Extent, out: Tensor, tiers: Tiers) -> None:
+        self.extent, self.disk, self.out, self.tiers = extent, extent.disk, out, tiers
         self.upcoming = deque(range(extent.chunks))
         self.begun: deque[tuple[int, Buffer, Future[None]]] = deque()
         whole = self.disk.memory
-        ledger.begin(TIER, between("disk", "host")).add(whole, extent.whole_bytes, peers=0)
-        ledger.begin(TIER, between("host", "device")).add(out, out.numel(), peers=0)
+        tiers.ledger.begin(TIER, between("disk", "host")).add(whole, extent.whole_bytes, peers=0)
+        tiers.ledger.begin(TIER, between("host", "device")).add(out, out.numel(), peers=0)
         self._read_ahead()
 
     def wait(self) -> Tensor:
@@ -308,7 +289,8 @@ class Fetch:
             chunk, buffer, read = self.begun.popleft()
             self.disk.finish(read)
             first, last = self.extent.span(chunk)
-            self.copy(buffer.tensor(self.out.dtype, last - first), self.out[first:last])
+            part = buffer.tensor(self.out.dtype, last - first)
+            _copy(part, self.tiers, "device", self.out[first:last]).wait()
             self.disk.release(buffer)
             self._read_ahead()
         return self.out

@@ -142,7 +142,7 @@ class PlanCosts:
         (plan, rows), peak_bytes, kept_bytes = candidate, 0.0, 0.0
         for place in self._places(candidate):
             found = [
-                self.model.of(each.plan, rows, _rank_at(each.plan, place), each.depth)
+                self.model.of(each.plan, rows, each.plan.mesh.line(PIPELINE, 0)[place], each.depth)
                 for each in copies
             ]
             peak_bytes = max(peak_bytes, _sum(copies, [each.device_peak for each in found]))
@@ -361,10 +361,6 @@ def _times(part: float, copies: Iterable[Copy]) -> list[Copy]:
 def _line(a: int, b: int, at: int) -> dict[int, float]:
     """The weights of the values at a and b of a linear function, whose sum is that at `at`."""
     return {a: (b - at) / (b - a), b: (at - a) / (b - a)}
-
-
-def _rank_at(plan: Plan, place: int) -> int:
-    return plan.mesh.line(PIPELINE, 0)[place]
 
 
 def _sum(copies: Iterable[Copy], values: Iterable[float]) -> float:

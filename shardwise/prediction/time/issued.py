@@ -1,4 +1,4 @@
-"""What a rank issues in a step, in order, as a dry run records it (observe/issues.py).
+"""What a rank issues in a step, in order, as a dry run records it (observe/step_bytes.py).
 
 kernels     on the stream that computes
 messages    and copies between tiers, each on the stream of its axis; and the waits for them

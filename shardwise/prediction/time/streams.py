@@ -36,20 +36,16 @@ class Streams:
         self.now += seconds
         self.compute_s += seconds
 
-    def begin(self, moves: AxisSeconds) -> dict[str, float]:
-        """Begin moves; returns the end on each axis."""
-        ends: dict[str, float] = {}
-        for axis, seconds in moves.items():
-            own_s = (1 - self.overlap) * seconds
-            self.wait({axis: self.now + own_s})
-            begin = max(self.now, self.busy_until.get(axis, 0.0))
-            ends[axis] = self.busy_until[axis] = begin + self.overlap * seconds
-        return ends
+    def begin(self, axis: str, seconds: float) -> tuple[str, float]:
+        """Begin a move; returns its axis and its end."""
+        self.wait(axis, self.now + (1 - self.overlap) * seconds)
+        begin = max(self.now, self.busy_until.get(axis, 0.0))
+        self.busy_until[axis] = begin + self.overlap * seconds
+        return axis, self.busy_until[axis]
 
-    def wait(self, ends: Mapping[str, float]) -> None:
-        for axis, end in ends.items():
-            self.exposed_s[axis] += max(0.0, end - self.now)
-            self.now = max(self.now, end)
+    def wait(self, axis: str, end: float) -> None:
+        self.exposed_s[axis] += max(0.0, end - self.now)
+        self.now = max(self.now, end)
 
 
 class Span(NamedTuple):
@@ -73,7 +69,7 @@ def spans(issued: Sequence[Issued], network: Network, idle_s: float = 0.0) -> It
     """Play what a rank issues, without messages to other stages; it idles after the last action."""
     cluster = network.cluster
     kernel_s = dict[Operation, float]()
-    streams, ends = Streams(cluster.device.overlap), dict[int, dict[str, float]]()
+    streams, ends = Streams(cluster.device.overlap), dict[int, tuple[str, float]]()
     flops, compute_s, exposed_s = defaultdict[str, float](float), 0.0, dict[str, float]()
     left = sum(isinstance(each, Action) for each in issued)
 
@@ -93,9 +89,10 @@ def spans(issued: Sequence[Issued], network: Network, idle_s: float = 0.0) -> It
             case Begun(number, key, sent_bytes):
                 if key[:2] != (PIPELINE, "send"):
                     axis = f"{TIER} {key.kind}" if key.axis == TIER else key.axis
-                    ends[number] = streams.begin({axis: message_s(network, key, sent_bytes)})
+                    ends[number] = streams.begin(axis, message_s(network, key, sent_bytes))
             case Waited(number):
-                streams.wait(ends.pop(number, {}))
+                if number in ends:
+                    streams.wait(*ends.pop(number))
             case _:
                 yield over(each)
                 flops, compute_s = defaultdict[str, float](float), streams.compute_s

@@ -64,8 +64,7 @@ class TokenizerVocabulary:
         if not found:
             raise bad(
                 f"{where}, which has no token that ends a document",
-                f"an eos_token in tokenizer_config.json beside it, or one of "
-                f"{', '.join(KNOWN_SEPARATORS)}",
+                f"an eos_token in tokenizer_config.json, or one of {', '.join(KNOWN_SEPARATORS)}",
                 "tokens = 'bpe:4096', which trains one on the data",
             )
         # numbers may have gaps: the largest determines the size
@@ -81,14 +80,11 @@ class TokenizerVocabulary:
         pieces = [list(_pieces(text)) for text in texts]
         flat = [piece for each in pieces for piece in each]
         found = iter(self._tokenizer.encode_batch_fast(flat, add_special_tokens=False))
-        return [np.concatenate([_ids(next(found)) for _ in each]) for each in pieces]
+        ids = ([np.asarray(next(found).ids, np.uint32) for _ in each] for each in pieces)
+        return [np.concatenate(each) for each in ids]
 
     def save(self, path: Path) -> None:
         path.write_text(self._tokenizer.to_str(), encoding="utf-8")
-
-
-def _ids(encoding: "tokenizers.Encoding") -> Numbers:
-    return np.asarray(encoding.ids, np.uint32)
 
 
 def _pieces(text: str) -> Iterator[str]:
@@ -132,8 +128,7 @@ def bpe_size(text: str) -> int:
     if not BYTES < size <= MOST_TOKENS:
         raise bad(
             f"tokens = '{text}'",
-            f"bpe: and a whole number above {BYTES} (all bytes, the separator, and merges) and up "
-            f"to {MOST_TOKENS}",
+            f"bpe: and a whole number above {BYTES} (all bytes) and up to {MOST_TOKENS}",
             "tokens = 'bpe:4096'",
         )
     return size

@@ -57,7 +57,7 @@ from shardwise.techniques.data.units import Unit
 from shardwise.techniques.expert.apply import ExpertLayout, experts_in, shapes_of
 from shardwise.techniques.recompute.checkpointed import FULL, SELECTIVE
 from shardwise.techniques.recompute.word import PARTITIONED_WORDS, recompute_every
-from shardwise.verify.oracles.loads import Loads
+from shardwise.verify.oracles.batches import Loads
 
 #: By row: whether parameters, gradients and optimizer state are sharded.
 SHARDED: Final[Mapping[str, tuple[bool, bool, bool]]] = {
