@@ -8,13 +8,14 @@ metrics, so a server that does not answer delays no step.
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shardwise.callbacks.callback import END_S, Callback, RunFacts
 from shardwise.core.errors import bad
+from shardwise.core.tools.tree import dotted
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -146,7 +147,7 @@ class MLflow(Callback):
                 self._client.update_run(before.info.run_id, status="RUNNING")
                 return before.info.run_id
         made = self._client.create_run(number, tags=tags).info.run_id
-        config = _flat(run.config)
+        config = dotted(run.config)
         while some := list(itertools.islice(config, MOST_PARAMS)):
             params = [Param(name, str(value)[:MOST_CHARACTERS]) for name, value in some]
             self._client.log_batch(made, params=params)
@@ -167,14 +168,6 @@ class MLflow(Callback):
 
             mlflow.flush_async_logging()
             self._client.set_terminated(self._id, "FINISHED" if error is None else "FAILED")
-
-
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
-        else:
-            yield f"{before}{name}", value
 
 
 def require_installed(module: str) -> None:

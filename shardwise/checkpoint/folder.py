@@ -300,7 +300,7 @@ def damaged(file: Path, why: str) -> InputError:
     return bad(
         f"the file '{file}', which is damaged ({why})",
         "an undamaged checkpoint",
-        f"rm -r {shlex.quote(str(file.parent))}, to continue from the checkpoint before it",
+        f"rm -r {shlex.quote(str(file.parent))}, then the same command, from the checkpoint before",
     )
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from shardwise.cli.predict_command import answered, numbers_of
-from shardwise.cli.predict_table import show
+from shardwise.cli.predict_command import numbers_of
+from shardwise.cli.predict_table import answer, show
 from shardwise.prediction.cluster import cluster_of
 from shardwise.train.config import Config
 from shardwise.train.model import largest_share, predictor
@@ -46,7 +46,7 @@ def dry_run(config: Config, ranks: int, start: RunStart) -> None:
     )
     numbers = numbers_of(found, config.model.name, began)
     size = None if cluster is None else cluster.device.memory_bytes
-    told = answered(found, share, size, rows=train.batch, device=config.run.device)
+    told = answer(found, share, size, rows=train.batch, device=config.run.device)
     show(numbers, told, Console(emoji=False, highlight=False, markup=False))
     for note in found.notes:
         print(f"Note: {note}.")

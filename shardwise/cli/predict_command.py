@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from shardwise.cli.configured import CONFIG, JSON, MODEL, PLAN, SEQUENCE, PlannedModel, configured
-from shardwise.cli.predict_table import Answer, answer, show
+from shardwise.cli.predict_table import answer, show
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.words import read_size
@@ -76,7 +76,7 @@ def predict_command(
     request = predict_request(run, batch, sequence, rank, table, device)
     found, step = _predicted(request, rank, timeline, device if measure else None)
     rows, size = run.batch if batch is None else None, _device_bytes(device_memory, timing)
-    told = answered(found, request.batch, size, rows=rows, device=run.device)
+    told = answer(found, request.batch, size, rows=rows, device=run.device)
     numbers = numbers_of(found, run.name, began, timing)
     if as_json:
         print(json.dumps(numbers | told.as_json() | ({} if step is None else step.as_json())))
@@ -155,31 +155,6 @@ class PredictRequest(NamedTuple):
         from shardwise.engine.predict import predict_with
 
         return predict_with(self.plain, self.plan, self.batch, self.options, rank)
-
-
-def answered(
-    found: "Prediction",
-    batch: Any,
-    device_bytes: int | None = None,
-    *,
-    rows: int | None = None,
-    device: str = "auto",
-) -> Answer:
-    """The answer for a rank's `batch` and devices of `device_bytes`.
-
-    device_bytes  None: the plan's bound, or the memory of this host's GPU unless `device` is "cpu"
-    rows          of all ranks; None: each has as many as `batch`
-    """
-    from torch import Tensor, cuda
-    from torch.utils._pytree import tree_leaves
-
-    leaves = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
-    positions = next((x.shape[1] for x in leaves if _is_text(x)), 0)
-    device_bytes = device_bytes or found.plan.device_memory_bytes
-    if device_bytes is None and device != "cpu" and cuda.is_available():
-        device_bytes = cuda.get_device_properties(0).total_memory
-    rows = len(leaves[0]) * found.plan.shares if rows is None else rows
-    return answer(found, rows, positions, device_bytes)
 
 
 def _device_bytes(text: str | None, cluster: "Cluster | None") -> int | None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.prediction.relief import added_words, largest, relieved
+from shardwise.prediction.relief import added_words, relieved
 from shardwise.train.progress import size_text
 
 if TYPE_CHECKING:
@@ -78,17 +78,35 @@ class Answer:
 
 
 def answer(
-    found: "Prediction", rows: int, positions: int, device_bytes: int | None = None
+    found: "Prediction",
+    batch: Any,
+    device_bytes: int | None = None,
+    *,
+    rows: int | None = None,
+    device: str = "auto",
 ) -> Answer:
-    """The answer for `rows` rows in a step over all ranks, each of `positions` tokens."""
+    """The answer for a rank's `batch` and devices of `device_bytes`.
+
+    device_bytes  None: the plan's bound, or the memory of this host's GPU unless `device` is "cpu"
+    rows          of all ranks; None: each has as many as `batch`
+    """
+    from torch import Tensor, cuda
+    from torch.utils._pytree import tree_leaves
+
     parts, plan = dict(found.dry_step.parts), found.plan
-    part = largest(parts)
+    part = max(parts, key=parts.__getitem__)
+    leaves = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
+    texts = (x.shape[1] for x in leaves if x.dim() == 2 and not x.is_floating_point())
+    device_bytes = device_bytes or plan.device_memory_bytes
+    if device_bytes is None and device != "cpu" and cuda.is_available():
+        device_bytes = cuda.get_device_properties(0).total_memory
+    rows = len(leaves[0]) * plan.shares if rows is None else rows
     return Answer(
         plan=plan,
         parts=parts,
         in_all=_in_all(found),
         rows=rows,
-        tokens=rows * positions,
+        tokens=rows * next(texts, 0),
         device_bytes=device_bytes,
         largest=part,
         instead=relieved(plan, part),

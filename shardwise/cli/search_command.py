@@ -6,7 +6,6 @@ shardwise search ... --measure 3                                  and run the th
 """
 
 import json
-import os
 import shlex
 import statistics
 import time
@@ -22,6 +21,7 @@ from rich.text import Text
 
 from shardwise.cli.configured import CONFIG, JSON, MODEL, SEQUENCE, PlannedModel, configured
 from shardwise.cli.predict_command import new_console, predict_request, resized
+from shardwise.comm.start.rendezvous import require_local
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
@@ -199,12 +199,10 @@ def device_for(ranks: int) -> str:
     """The device for so many ranks: cuda with a GPU for each, or cpu with a core for each."""
     from torch import cuda
 
-    cores, gpus = len(os.sched_getaffinity(0)), cuda.device_count()
-    if ranks > max(cores, gpus):
-        given = f"--measure for {ranks} ranks, on a machine with {cores} cores and {gpus} GPUs"
-        allowed = f"at most {max(cores, gpus)} ranks, one for each core or GPU"
-        raise bad(given, allowed, f"--ranks {max(cores, gpus)}")
-    return "cuda" if ranks <= gpus else "cpu"
+    if ranks <= cuda.device_count():
+        return "cuda"
+    require_local(ranks, f"dp{ranks}")
+    return "cpu"
 
 
 def _rank(given: Sequence[tuple[Any, ...]], device: str) -> list[float]:

@@ -69,7 +69,6 @@ class OperationTrace:
         #: names, dims and shapes of the results of `CHECKED` operations, in their order
         self.checked: list[tuple[str, Dims, tuple[int, ...]]] = []
         self.done = False
-        self.uniform = True
         self.events: list[TraceEvent] = []
         #: the positions of each embedding's output, in the order of calls; and what is made of them
         self.sequences: list[TracedAxis] = []
@@ -115,9 +114,9 @@ class OperationTrace:
         if not name:
             self.returned = [self._of(x) for x in tensors_in(out) if x.numel()]
             self.done = True
-        layer = self.layers.get(name)
-        if layer is not None and not self.done and not self._in_layer:
-            self._call(layer, next(tensors_in((args, kwargs))), next(tensors_in(out)))
+        layer, given = self.layers.get(name), next(tensors_in((args, kwargs)), None)
+        if layer is not None and given is not None and not self.done and not self._in_layer:
+            self._call(layer, given, next(tensors_in(out)))
 
     @property
     def _in_layer(self) -> bool:
@@ -144,7 +143,7 @@ class OperationTrace:
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.numel()]
         if self.done or self._in_layer or func is work.ATTENTION:  # see `attention`
             return
-        if self.uniform and named(func) in UNIFORM and not given:
+        if named(func) in UNIFORM and not given:
             for y in (x for x in tree_leaves(out) if isinstance(x, Tensor) and x.numel()):
                 self._keep(y, tuple(fresh(n) for n in y.shape), active=False)
             return
@@ -255,15 +254,10 @@ class OperationTrace:
 
 
 def traced(
-    model: nn.Module,
-    shapes: Mapping[str, ModuleShape],
-    call: Callable[[nn.Module], Any],
-    *,
-    uniform: bool = True,
+    model: nn.Module, shapes: Mapping[str, ModuleShape], call: Callable[[nn.Module], Any]
 ) -> OperationTrace:
-    """The axes of `model` in `call(model)`; `uniform`: constants of one value may be sharded."""
+    """The axes of `model` in `call(model)`."""
     trace = OperationTrace(model, shapes)
-    trace.uniform = uniform
     with (
         torch.no_grad(),
         torch.random.fork_rng(devices=[]),

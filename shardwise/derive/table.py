@@ -81,23 +81,12 @@ def derive_table(
     validate.model(model, "sw.derive_table")
     flag("sp", sp)
     objective = own_loss if loss is None else loss
-    for uniform in (True, False):
-        found = _derived(model, batch, ranks, objective, sp=sp, uniform=uniform)
-        if found is not None:
-            return found
-    raise AssertionError("the second raises an error itself")
-
-
-def _derived(
-    model: nn.Module, batch: Any, ranks: int, objective: Loss, *, sp: bool, uniform: bool
-) -> Derived | None:
-    """As `derive_table`; `uniform` constants have a rank's own length; None if that fails."""
     plan, known = Plan((("tp", ranks),)), shapes(model)
 
     def call(whole: nn.Module) -> Tensor:
         return objective(whole, batch)
 
-    trace, plain = _trace(model, known, call, uniform=uniform)
+    trace, plain = _trace(model, known, call)
     sharded = Sharded(plain, plan, call)
     tied = {n for n, s in known.items() if s.tied} | {s.tied for s in known.values() if s.tied}
     found = groups(trace, ranks, tied)
@@ -121,8 +110,6 @@ def _derived(
         why |= dict.fromkeys(counted, "its code does not run on a part of the heads")
         grouped = [group for group in grouped if group.widths == {1}]
         table = _table(words, grouped, ranks, known, runs)
-    if table is None and uniform:
-        return None
     if table is not None and words and joins(table):
         words = _vocabulary(trace, known, ranks, logits=False)
         table = _table(words, grouped, ranks, known, runs) or table
@@ -190,20 +177,16 @@ def _table(
 
 
 def _trace(
-    model: nn.Module,
-    known: Mapping[str, ModuleShape],
-    call: Callable[[nn.Module], Tensor],
-    *,
-    uniform: bool,
+    model: nn.Module, known: Mapping[str, ModuleShape], call: Callable[[nn.Module], Tensor]
 ) -> tuple[OperationTrace, nn.Module]:
     """The trace of a copy of the model, on meta or else with values; and another such copy."""
     try:
-        return traced(meta_copy(model), known, call, uniform=uniform), meta_copy(model)
+        return traced(meta_copy(model), known, call), meta_copy(model)
     except UNKNOWN as error:
         if any(p.is_meta for p in model.parameters()):
             raise _fails(model, error, "on the meta device ") from error
     try:
-        return traced(copy.deepcopy(model), known, call, uniform=uniform), copy.deepcopy(model)
+        return traced(copy.deepcopy(model), known, call), copy.deepcopy(model)
     except UNKNOWN as error:
         raise _fails(model, error) from error
 

@@ -12,7 +12,7 @@ torchtitan  the train_configs of pytorch/torchtitan, of versions up to 0.2
 import json
 import textwrap
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -20,6 +20,7 @@ from typing import Any, Final, NamedTuple
 from shardwise.core.errors import InputError, bad, read_text
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import problems
+from shardwise.core.tools.tree import dotted
 from shardwise.train.config import build
 
 Meaning = tuple[str, Mapping[Any, Any] | None]  # of a key of another system: target, values
@@ -341,7 +342,7 @@ def imported(path: Path) -> tuple[Draft, str]:
     system = SYSTEMS.get(path.suffix.lower())
     if system is None:
         raise bad(f"--from {path}", f"a file of {_ALLOWED}", _EXAMPLE)
-    values = dict(flat(_parsed(path)))
+    values = {name: v for name, v in dotted(_parsed(path)) if v is not None and v != []}
     known = {name.partition(".")[0] for name in (*system.keys, "distributed_type", "model")}
     if not known & {name.partition(".")[0] for name in values}:
         given = f"--from {path}, without a key of {system.name}"
@@ -398,14 +399,6 @@ def _translated(target: str, meanings: Values | None, value: Any) -> tuple[str, 
         return ", ".join(map(json.dumps, meanings)), value
     right = "." in target or (type(value) is int and (value >= 1 or value == -1))
     return "" if right else "1, a whole number from 1 up", value
-
-
-def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{before}{name}.")
-        elif value is not None and value != []:
-            yield f"{before}{name}", value
 
 
 def _settle(draft: Draft) -> None:

@@ -315,7 +315,7 @@ def attention_on(
     query, key, value = inputs
     if mask is not None and mask.requires_grad:
         return None
-    grouped = query.ndim > 2 and query.shape[-3] != key.shape[-3]
+    grouped = query.ndim > 2 and 0 < key.shape[-3] != query.shape[-3]  # torch divides by them
     if kernels == "cpu":
         q, k, v = map(_without_memory, inputs)
         at = None if mask is None else _without_memory(mask)

@@ -9,7 +9,7 @@ cost bytes between ranks; then recomputation, which costs operations; then host 
 copies; then ranks.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
@@ -27,10 +27,6 @@ _VALUES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
     "optimizer": (("offload", "optim"),),
     ACTIVATIONS: (("recompute", "full"),),
 }
-
-
-def largest(parts: Mapping[str, int]) -> str:
-    return max(parts, key=lambda name: parts[name])
 
 
 def relieved(plan: Plan, part: str) -> Plan | None:

@@ -14,7 +14,7 @@ from typing import Any
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
-from shardwise.core.errors import Problem, bad, read_text, refusal
+from shardwise.core.errors import InputError, Problem, bad, read_text, refusal
 from shardwise.core.tools.arguments import suggest
 from shardwise.train.config_sections import (
     CLOSED,
@@ -140,10 +140,12 @@ def _problem(error: dict[str, Any], values: Mapping[str, Any]) -> Problem:
         return Problem(f"the unknown key {key}", ", ".join(names), instead)
     given = values[section][rest[0]] if rest else values[section]
     text = json.dumps(given, default=str)
-    default = _default(section, *rest)
+    default, cause = _default(section, *rest), error.get("ctx", {}).get("error")
+    allowed = str(error["msg"]).removeprefix("Input should be ")
+    allowed = cause.problems[0].allowed if isinstance(cause, InputError) else allowed
     return Problem(
         f"{key} = {text if len(text) < 80 else text[:77] + '...'}",
-        str(error["msg"]).removeprefix("Input should be ") if rest else f"a section [{key}]",
+        allowed if rest else f"a section [{key}]",
         f"no {key}" if default is None else f"{key} = {json.dumps(default)}, its default",
     )
 

@@ -11,9 +11,8 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
-from shardwise.core.errors import InputError, expanded
+from shardwise.core.errors import bad, expanded
 from shardwise.core.tools.arguments import CHECK_EVERY, CheckEvery
 
 CLOSED: Final = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
@@ -31,11 +30,7 @@ Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 def _expanded(text: str) -> str:
     """A path, or `hf:` and a path, with `~` and variables replaced."""
     kind, colon, rest = text.partition(":")
-    try:
-        return f"{kind}:{expanded(rest)}" if colon and kind == "hf" else expanded(text)
-    except InputError as error:
-        allowed = {"allowed": error.problems[0].allowed}
-        raise PydanticCustomError("path", "{allowed}", allowed) from None
+    return f"{kind}:{expanded(rest)}" if colon and kind == "hf" else expanded(text)
 
 
 #: Of a list as a tuple, which TOML has not, or of a single value.
@@ -292,13 +287,9 @@ class RunSection(BaseModel):
     @field_validator("check_every", mode="before")
     @classmethod
     def _as_checks(cls, given: Any) -> Any:
-        try:
-            checks = CheckEvery.parse(given)
-        except InputError as error:
-            allowed = {"allowed": error.problems[0].allowed}
-            raise PydanticCustomError("check_every", "{allowed}", allowed) from None
+        checks = CheckEvery.parse(given)
         if max(checks.ranks, checks.rerun) > MOST:
-            raise PydanticCustomError("check_every", "at most {most}", {"most": MOST})
+            raise bad(f"check_every={given}", f"at most {MOST}", f"check_every={CHECK_EVERY}")
         return given
 
     @field_validator("trackers", "callbacks", mode="before")

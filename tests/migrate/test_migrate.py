@@ -12,7 +12,8 @@ from shardwise.cli.main import main
 from shardwise.core.errors import InputError
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import problems
-from shardwise.migrate.read import NO_COUNTERPART, SYSTEMS, flat, imported
+from shardwise.core.tools.tree import dotted
+from shardwise.migrate.read import NO_COUNTERPART, SYSTEMS, imported
 from shardwise.train.config import build
 
 yaml = pytest.importorskip("yaml")
@@ -191,7 +192,7 @@ def test_a_file_becomes_a_configuration(name: str, tmp_path: Path) -> None:
     assert all(key in text and why for key, _, why in draft.left)
     known = SYSTEMS[f".{ending}"].keys
     assert {key for key, _, why in draft.left if why == NO_COUNTERPART} == {
-        key for key, _ in flat(values) if key not in known
+        key for key, v in dotted(values) if v not in (None, []) and key not in known
     }
 
 
@@ -246,7 +247,7 @@ def test_another_optimizer_is_not_adamw_with_its_options(tmp_path: Path) -> None
     assert not {"lr", "weight_decay", "betas", "optimizer", "batch"} & set(draft.values["train"])
     assert "# It trains with AdamW instead of Lamb" in draft.toml("config", project)
     left = {key.removeprefix("train.") for key, _, _ in draft.left}
-    assert left == {key for key, _ in flat(values)} - {"train_batch_size"} | {"batch"}
+    assert left == {key for key, _ in dotted(values)} - {"train_batch_size"} | {"batch"}
 
 
 NAMED = LAUNCHED | {"deepspeed_config": {"deepspeed_config_file": "ds.json"}}

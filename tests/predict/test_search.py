@@ -358,7 +358,7 @@ def test_the_best_plans_are_measured(capsys: pytest.CaptureFixture[str]) -> None
         ([*TASK, "--why", "dp4 bf16"], "which needs 4 processes"),
         ([*TASK[:-1], "12"], "12 ranks on hosts of 8 devices"),
         ([*TASK, "--measure", "0"], "--measure 0"),
-        ([*TASK[:-1], "512", "--measure", "2"], "--measure for 512 ranks"),
+        ([*TASK[:-1], "512", "--measure", "2"], "512 processes on this machine"),
     ],
 )
 def test_wrong_options_are_one_paragraph(

@@ -201,7 +201,7 @@ def test_damage_is_answered_with_what_resume_can_follow(tmp_path: Path):
     for file in damaged.glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:-9])
     before = contents(given.folder)
-    with pytest.raises(InputError, match="continues from the checkpoint before it") as refused:
+    with pytest.raises(InputError, match="from the checkpoint before") as refused:
         loop.train(more, alone(), RESUME)
     assert f"Write instead: rm -r {damaged}, then the same command" in str(refused.value)
     assert contents(given.folder) == before

@@ -11,7 +11,7 @@ Never taken apart: functions and other callables (modules), classes, generators.
 
 import copy
 from collections import UserDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, SimpleNamespace
@@ -68,6 +68,15 @@ def attributes(x: Any) -> dict[str, Any]:
     slots = [m for kind in kinds for m in vars(kind).values() if isinstance(m, Slot)]
     held = {m.__name__: getattr(x, m.__name__) for m in slots if hasattr(x, m.__name__)}
     return held | getattr(x, "__dict__", {})
+
+
+def dotted(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """The values in nested dictionaries, by names with dots."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from dotted(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value
 
 
 def parts(x: Any) -> Iterable[Any] | None:

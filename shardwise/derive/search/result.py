@@ -23,7 +23,7 @@ from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.prediction.cluster import Cluster
 from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.relief import largest, relieved
+from shardwise.prediction.relief import relieved
 from shardwise.prediction.time.step_time import StepTime
 
 # --- the plans that a search tries ----------------------------------------------------------------
@@ -198,7 +198,7 @@ class SearchResult:
         parts, room = found.dry_step.parts, self.cluster.device.memory_bytes
         over = sum(parts.values()) - room
         if over > 0:
-            part = largest(parts)
+            part = max(parts, key=parts.__getitem__)
             text = (
                 f'"{found.plan}" does not fit: its peak is {sum(parts.values()):,} bytes, {over:,} '
                 f"more than a device has. The largest part is {part}: {parts[part]:,} bytes."

@@ -140,9 +140,7 @@ class Batches:
 
 def block(numbers: Index, rank: int, ranks: int) -> Index:
     """The contiguous block of `rank`: 8 numbers on 3 ranks are 3, 3, 2; it may be empty."""
-    size, more = divmod(len(numbers), ranks)
-    start = rank * size + min(rank, more)
-    return numbers[start : start + size + (rank < more)]
+    return np.array_split(numbers, ranks)[rank]
 
 
 def padded(rows: Rows, count: int) -> Rows:
