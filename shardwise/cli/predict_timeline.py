@@ -96,7 +96,7 @@ def predicted_step(
     """The prediction for a rank, and the events of a step."""
     from shardwise.comm.start.rendezvous import require_local
     from shardwise.models.trainable import WEIGHT_BYTES
-    from shardwise.observe.measured_timeline import predict_events
+    from shardwise.observe.dry_twin import predict_events
 
     if measure:  # before a prediction, which may take long
         require_local(wanted.plan.size)
@@ -116,7 +116,7 @@ def measured_step(wanted: PredictRequest, device: str) -> "list[Measured]":
 
 def _measure_step(*given: Any) -> "Measured":
     from shardwise.comm.world import init
-    from shardwise.observe.measured_timeline import measuring
+    from shardwise.observe.meter import measuring
 
     *request, device = given
     world, wanted = init(device), predict_request(*request)

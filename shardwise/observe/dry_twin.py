@@ -15,13 +15,15 @@ from torch import nn
 from shardwise.core.layouts.uneven import Counts
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tally import Key, sent_bytes
-from shardwise.core.zero import Event
+from shardwise.core.zero import PREDICTED, Event
 from shardwise.engine import memory
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
+from shardwise.engine.predict import predict_with
 from shardwise.engine.step_end import Progress
 from shardwise.observe.dry_engine import DryRun, DryRuns
-from shardwise.observe.measured_timeline import measuring
+from shardwise.observe.meter import measuring
+from shardwise.prediction.prediction import Prediction
 
 T = TypeVar("T")
 
@@ -94,3 +96,43 @@ class DryTwin:
                 return act(engine)
 
         return self.dry.within(batch, acted)
+
+
+# --- the memory of a step, moment by moment, without an engine ------------------------------------
+
+
+def predict_events(
+    model: nn.Module,
+    plan: Plan | str,
+    batch: Any,
+    options: EngineOptions | None = None,
+    rank: int = 0,
+) -> tuple[Prediction, tuple[Event, ...]]:
+    """The result of `sw.predict`, and the memory of `rank` at each event of a step after the first.
+    Temporary bytes are left out: they depend on the kernels and messages of a device.  Raises
+    InputError like `sw.predict`.
+    """
+    options = options or EngineOptions()
+    found = predict_with(model, plan, batch, options, rank)
+    events = dry_events(model, found.plan, batch, options, rank)
+    return found, tuple(
+        event._replace(by_category={name: event.by_category[name] for name in PREDICTED})
+        for event in events
+    )
+
+
+def dry_events(
+    model: nn.Module, plan: Plan, batch: Any, options: EngineOptions, rank: int
+) -> tuple[Event, ...]:
+    """The events of the third step of a dry run. Raises InputError like `DryRuns`."""
+
+    def act(run: DryRun) -> tuple[Event, ...]:
+        """Run three steps."""
+        with run.running() as engine:
+            for _ in range(2):  # the first step learns the order of units
+                engine.step(batch)
+            with measuring(engine, batch, peaks=False) as seen:
+                engine.step(batch)
+        return tuple(seen.events)
+
+    return DryRuns(model, plan, options, rank).within(batch, act)

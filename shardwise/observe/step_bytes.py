@@ -30,8 +30,7 @@ from shardwise.core.zero import ACTIVATIONS, OWNED
 from shardwise.engine import memory
 from shardwise.engine.engine import Engine
 from shardwise.observe.meta_pass import known_by
-from shardwise.observe.meter import UNWRITTEN
-from shardwise.observe.work import call_tensors, in_backward, moves_nothing, operation_of
+from shardwise.observe.work import UNWRITTEN, call_tensors, in_backward, moves_nothing, operation_of
 from shardwise.prediction.time.issued import Begun, Issued, Operation, Waited
 from shardwise.techniques.recompute.checkpointed import computes_again
 

@@ -42,6 +42,8 @@ UNTOUCHED: Final = (
     "empty_strided",
     "detach",
 )
+#: Memory without values is counted from the next operation on, when its owner has it.
+UNWRITTEN: Final = ("empty", "new_empty", "empty_like", "empty_strided")
 #: Fused attention: the places of the query and of `is_causal`, and the number of its products.
 FUSED: Final = {
     "attention": (0, 8, 2),

@@ -28,8 +28,7 @@ from shardwise.core.zero import GATHERED, KEPT, PREDICTED, Event
 from shardwise.engine.engine import Engine
 from shardwise.engine.memory import resting
 from shardwise.observe.dry_twin import DryTwin
-from shardwise.observe.measured_timeline import StepMeter, measuring
-from shardwise.observe.meter import Live, Stray
+from shardwise.observe.meter import Live, StepMeter, Stray, measuring
 from shardwise.techniques.expert.apply import experts_in
 from shardwise.verify.finding import Costs
 from shardwise.verify.oracles import textbook

@@ -19,8 +19,8 @@ from shardwise.engine.options import EngineOptions
 from shardwise.engine.predict import Predictor
 from shardwise.models import gpt
 from shardwise.models.trainable import fill
-from shardwise.observe.measured_timeline import measuring, predict_events
-from shardwise.observe.meter import Live, Meter, Stray
+from shardwise.observe.dry_twin import predict_events
+from shardwise.observe.meter import Live, Meter, Stray, measuring
 from tests.engine.cases import (
     Case,
     Task,

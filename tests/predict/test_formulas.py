@@ -26,7 +26,7 @@ from shardwise.models.moe import loss as moe_loss
 from shardwise.models.registry import find
 from shardwise.models.trainable import fill
 from shardwise.observe.dry_engine import DryRun
-from shardwise.observe.measured_timeline import predict_events
+from shardwise.observe.dry_twin import predict_events
 from shardwise.observe.meter import Meter
 from shardwise.techniques.expert.apply import layers_of
 from shardwise.techniques.expert.gate import GATES

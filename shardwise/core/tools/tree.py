@@ -74,7 +74,7 @@ def dotted(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, A
     """The values in nested dictionaries, by names with dots."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from dotted(value, f"{before}{name}.")
+            yield from dotted(cast(Mapping[str, Any], value), f"{before}{name}.")
         else:
             yield f"{before}{name}", value
 
