@@ -15,7 +15,8 @@ from shardwise.core.errors import RankError
 from shardwise.core.plan.plan import Plan
 from shardwise.core.zero import GATHERED, KEPT, PREDICTED, TEMPORARY, Event
 from shardwise.observe.dry_engine import ALONE, dry_step
-from shardwise.observe.measured_timeline import dry_events, measuring
+from shardwise.observe.dry_twin import dry_events
+from shardwise.observe.meter import measuring
 from shardwise.prediction.prediction import DryStep
 from shardwise.techniques.recompute.host_activations import SMALL_BYTES
 from shardwise.verify import memory_proof as memory
