@@ -145,6 +145,11 @@ def group_timeout(limits: Limits) -> timedelta:
     return timedelta(seconds=limits.patience_s + 60.0)
 
 
+def available_backends() -> tuple[str, ...]:
+    """Those of this build of PyTorch."""
+    return ("gloo",) * dist.is_gloo_available() + ("nccl",) * dist.is_nccl_available()
+
+
 # --- a cheaper `once_differentiable` --------------------------------------------------------------
 
 

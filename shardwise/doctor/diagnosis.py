@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch.cuda import nccl
 
 import shardwise
@@ -16,6 +15,7 @@ from shardwise.comm.link_times import slow_ranks
 from shardwise.comm.start.rendezvous import host_number
 from shardwise.comm.tiers.disk_bandwidth import DiskBandwidth
 from shardwise.comm.tiers.host_memory import free_bytes, limit_bytes
+from shardwise.comm.torch_links import available_backends
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.doctor.collectives import Fit, Timing
@@ -68,7 +68,7 @@ def look() -> Machine:
         memory_bytes=memory_bytes,
         free_bytes=int(min(memory_bytes, free_bytes())),
         gpus=tuple(Gpu(each.name, each.total_memory) for each in properties),
-        backends=("gloo",) * dist.is_gloo_available() + ("nccl",) * dist.is_nccl_available(),
+        backends=available_backends(),
         versions=versions,
     )
 
