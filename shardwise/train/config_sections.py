@@ -118,7 +118,11 @@ class DataSection(BaseModel):
         description="the shares of the sources in each batch, of any sum; unset: each sequence "
         "once an epoch",
     )
-    field: Text = Field(default="text", description="the field of a row that holds the text")
+    field: Text = Field(
+        default="text",
+        description="the field of a row that holds the text; `messages` holds conversations, of "
+        "which the tokenizer's chat template makes text, with the loss on answers alone",
+    )
     tokens: PathText = Field(
         default="bytes",
         description="`bytes`, `bpe:SIZE` (trained on the data), or the path of a `tokenizer.json`; "

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from shardwise.core.errors import bad
 from shardwise.train.data.packed import Packed
+from shardwise.train.data.tokens import NO_TARGET
 
 IGNORED = -100  # a target that the loss ignores
 STRETCHES = 128
@@ -67,9 +68,9 @@ class Corpus:
         """The sequences with these numbers."""
         stream, last = self.packed.stream, len(self.packed.stream) - 1
         at = numbers[:, None] * self.sequence + np.arange(self.sequence)
-        inputs = stream[np.minimum(at, last)].astype(np.int64)
+        inputs = stream[np.minimum(at, last)].astype(np.int64) % NO_TARGET
         targets = stream[np.minimum(at + 1, last)].astype(np.int64)
-        targets[at + 1 > last] = IGNORED
+        targets[(at + 1 > last) | (targets >= NO_TARGET)] = IGNORED
         return Rows(inputs, targets)
 
 

@@ -31,11 +31,12 @@ from shardwise.checkpoint.lock import locked
 from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import setting
 from shardwise.core.tools.signs_of_life import signs_of_life
-from shardwise.train.data.sources import Source, raw
+from shardwise.train.data.sources import CHAT, Source, raw
 from shardwise.train.data.tokens import (
     ByteVocabulary,
     Vocabulary,
     bpe_size,
+    chat_vocabulary,
     load_tokenizer,
     train_bpe,
 )
@@ -105,6 +106,8 @@ def using_folder(folder: Path, what: str) -> Iterator[None]:
 
 def _vocabulary(sources: Sequence[Source], tokens: str, cache: Path) -> Vocabulary:
     """The vocabulary; trained if the cache lacks it."""
+    if sources[0].field == CHAT:
+        return chat_vocabulary(tokens)
     if tokens == "bytes":
         return ByteVocabulary()
     if not tokens.startswith("bpe:"):
@@ -120,7 +123,8 @@ def _vocabulary(sources: Sequence[Source], tokens: str, cache: Path) -> Vocabula
 
 
 def _write(sources: Sequence[Source], vocabulary: Vocabulary, path: Path, about: Path) -> None:
-    dtype = np.dtype(np.uint16 if vocabulary.size <= 2**16 else np.uint32)
+    largest = max(vocabulary.size - 1, vocabulary.separator)
+    dtype = np.dtype(np.uint16 if largest < 2**16 else np.uint32)
     facts: dict[str, Any] = {"dtype": dtype.name, "documents": 0, "text_bytes": 0, "ends": []}
     digest = hashlib.blake2b(vocabulary.name.encode(), digest_size=12)
     separator, exact = np.array([vocabulary.separator], dtype), vocabulary.name == "bytes"

@@ -3,13 +3,15 @@
 "stdlib" is the source of this Python's standard library, and a .txt file is a document. Other files
 have one document a row, in `field`; a folder or a glob is read in sorted order. `hf:NAME[:SPLIT]`
 is a data set of the Hub, or a folder that is laid out like one. The library `datasets` reads all
-but text, as a stream: only its tokens are stored.
+but text, as a stream: only its tokens are stored. A conversation, a list of messages in the field
+`messages`, is a document of JSON.
 
 Text is UTF-8. In a .txt file, with `exact`, for a vocabulary of bytes, bytes that are not UTF-8
 become lone surrogates (PEP 383), which `raw` converts back.
 """
 
 import glob
+import json
 import math
 import os
 import sysconfig
@@ -31,6 +33,7 @@ FORMS = (
     "hf:NAME[:SPLIT] for a data set of the Hub or a folder like one"
 )
 TEXT_COLUMNS = ("string", "large_string")  # as `datasets` names types
+CHAT = "messages"  # the field of conversations
 ROWS = 1000  # that are read at once
 # folders without the library's own source: installed packages, tests, tables of data
 LEFT_OUT = frozenset(
@@ -197,10 +200,12 @@ def _rows(builder: Any, split: str, what: str, field: str) -> Iterator[str]:
         stream = builder.as_streaming_dataset(split=split)
         kinds = {name: getattr(kind, "dtype", "") for name, kind in (stream.features or {}).items()}
         textual = [name for name, dtype in kinds.items() if dtype in TEXT_COLUMNS]
-        if field in textual:
+        if field in (*textual, CHAT) and field in kinds:
             stream = stream.select_columns(field)
         for rows in stream.iter(batch_size=ROWS):
-            texts = rows.get(field, [0])
+            texts: list[Any] = rows.get(field, [0])
+            if field == CHAT:
+                texts = [json.dumps(each) if isinstance(each, list) else None for each in texts]
             if not all(isinstance(text, str | None) for text in texts):
                 raise bad(
                     f"{what}, which has no text in the field '{field}'",

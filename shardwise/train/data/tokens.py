@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.core.errors import bad, read_text
-from shardwise.train.data.sources import raw
+from shardwise.core.errors import bad, one_line, read_text
+from shardwise.train.data.sources import CHAT, raw
 
 if TYPE_CHECKING:
     import tokenizers
@@ -22,6 +22,8 @@ KNOWN_SEPARATORS = (SEPARATOR, "<|endoftext|>", "</s>", "<eos>", "<|end_of_text|
 BYTES = 256
 MOST_TOKENS = 2**20  # several times the largest vocabulary in use
 PIECE = 2**20
+#: The bit of a number in a stream whose token is no target.
+NO_TARGET: Final = 2**31
 
 Numbers = NDArray[np.uint32]
 
@@ -119,6 +121,79 @@ def _end_of_sequence(path: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return found if isinstance(found, str) else None
+
+
+# --- conversations ------------------------------------------------------------------------------
+
+
+class ChatVocabulary:
+    """Conversations by the chat template of a tokenizer; the targets are what the assistant says.
+
+    A document is the JSON of a list of messages, each with `role` and `content`.
+    """
+
+    def __init__(self, tokenizer: Any, base: TokenizerVocabulary) -> None:
+        """`tokenizer` is one of transformers, with a template; `base` has its tokens."""
+        self._tokenizer, self.size = tokenizer, base.size
+        self.separator = base.separator | NO_TARGET
+        digest = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()
+        self.name = f"chat-{digest[:16]}-{base.name}"
+
+    def encode(self, texts: Sequence[str]) -> list[Numbers]:
+        """The tokens that are no targets have `NO_TARGET` added."""
+        rendered = [self._rendered(json.loads(text)) for text in texts]
+        fast = self._tokenizer.backend_tokenizer
+        every = fast.encode_batch([text for text, _ in rendered], add_special_tokens=False)
+        found = list[Numbers]()
+        for encoding, (_, answers) in zip(every, rendered, strict=True):
+            begins = np.array([begin for begin, _ in encoding.offsets], np.int64)
+            target = np.zeros(len(begins), bool)
+            for start, end in answers:
+                target |= (start <= begins) & (begins < end)
+            found.append(np.where(target, _ids(encoding), _ids(encoding) | np.uint32(NO_TARGET)))
+        return found
+
+    def _rendered(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and where the answers in it begin and end, each with the end of its turn."""
+        try:
+            whole, answers = self._text(messages), list[tuple[int, int]]()
+            for at, message in enumerate(messages):
+                if message["role"] != "assistant":
+                    continue
+                before = self._text(messages[:at], add_generation_prompt=True)
+                after = self._text(messages[: at + 1])
+                if not (after.startswith(before) and whole.startswith(after)):
+                    raise ValueError("its template changes what stands before an answer")
+                answers.append((len(before), len(after)))
+        except Exception as error:  # noqa: BLE001 (jinja's, transformers', of a message's form)
+            why = one_line(f"{type(error).__name__}: {error}")[:200]
+            raise bad(
+                f"a conversation {json.dumps(messages)[:100]} with the chat template ({why})",
+                "messages that the template takes, each with a role and content",
+                '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}',
+            ) from None
+        return whole, answers
+
+    def _text(self, messages: list[Any], **how: bool) -> str:
+        return self._tokenizer.apply_chat_template(messages, tokenize=False, **how)
+
+
+def chat_vocabulary(tokens: str) -> ChatVocabulary:
+    """That of a tokenizer's folder. Raises InputError for one without a chat template."""
+    path, found = Path(tokens).expanduser(), None
+    if path.is_file():
+        base = load_tokenizer(path)
+        from transformers import AutoTokenizer
+
+        found = AutoTokenizer.from_pretrained(path.parent)
+        if found.chat_template and found.is_fast:
+            return ChatVocabulary(found, base)
+    raise bad(
+        f"data.field = '{CHAT}' with data.tokens = '{tokens}', which has no chat template",
+        "the tokenizer.json in a folder of transformers, whose tokenizer has a chat template",
+        "model.name = 'hf:./FOLDER' of a model for conversations, or data.tokens = "
+        "'FOLDER/tokenizer.json'",
+    )
 
 
 def bpe_size(text: str) -> int:
