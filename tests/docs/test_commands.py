@@ -4,6 +4,7 @@ Each page has a folder of its own, with what its reader has already (`BEFORE`). 
 and on at most two ranks; what is for several hosts is read by torchrun's own parser.
 """
 
+import json
 import re
 import shlex
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from tests.docs.pages import PAGES, ROOT, blocks, file_of
 from tests.migrate.test_migrate import DEEPSPEED, LAUNCHED, TITAN, titan, written
 from tests.programs import run_program
 from tests.train.runs import model_folder as small_model
+from tests.train.test_data import TRAINED, chat_tokenizer
 
 #: What a page has for other machines, and what stands for it here.
 HERE = {
@@ -54,6 +56,10 @@ def runs_before(folder: Path) -> None:
 
 def folder_before(folder: Path) -> None:
     small_model("llama", folder / "folder")
+    small_model("llama", folder / "chat", vocab_size=TRAINED.size)
+    chat_tokenizer().save_pretrained(folder / "chat")
+    talk = [{"role": role, "content": "as before"} for role in ("user", "assistant")]
+    (folder / "talks.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 90)
 
 
 def callback_before(folder: Path) -> None:

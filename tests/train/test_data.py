@@ -392,15 +392,16 @@ TEMPLATE = (
 )
 
 
+def chat_tokenizer(template: str | None = TEMPLATE) -> Any:
+    transformers = pytest.importorskip("transformers")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=TRAINED._tokenizer, chat_template=template, eos_token=tokens.SEPARATOR
+    )
+
+
 def test_the_targets_of_a_conversation_are_its_answers(tmp_path: Path):
     """They are those that transformers finds in a template that marks them, and no others."""
-    pytest.importorskip("transformers")
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    base = TRAINED._tokenizer
-    PreTrainedTokenizerFast(
-        tokenizer_object=base, chat_template=TEMPLATE, eos_token=tokens.SEPARATOR
-    ).save_pretrained(tmp_path)
+    chat_tokenizer().save_pretrained(tmp_path)
     said = [("system", "be short"), ("user", "é or e?"), ("assistant", "é, of course")]
     said += [("user", "why"), ("assistant", "because")]
     talks = [[{"role": r, "content": c} for r, c in said[:n]] for n in (5, 3, 2)]
@@ -409,7 +410,7 @@ def test_the_targets_of_a_conversation_are_its_answers(tmp_path: Path):
     source = sources.find(str(file), sources.CHAT)
     made = packed.tokenise([source], str(tmp_path / "tokenizer.json"), tmp_path / "cache")
     rows = data.Corpus(made, len(made.stream) - 1, np.arange(1), np.arange(0)).rows(np.arange(1))
-    known = AutoTokenizer.from_pretrained(tmp_path)
+    known = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path)
     wanted: list[tuple[int, bool]] = []
     for talk in talks:
         found = known.apply_chat_template(
@@ -431,16 +432,13 @@ def test_the_targets_of_a_conversation_are_its_answers(tmp_path: Path):
 )
 def test_a_conversation_of_another_form_is_refused(rows: Any, phrase: str, tmp_path: Path):
     """In a paragraph, as is a tokenizer without a template."""
-    transformers = pytest.importorskip("transformers")
     file = tmp_path / "talks.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     source, at = [sources.find(str(file), sources.CHAT)], str(tmp_path / "tokenizer.json")
-    known = transformers.PreTrainedTokenizerFast(tokenizer_object=TRAINED._tokenizer)
-    known.save_pretrained(tmp_path)
+    chat_tokenizer(None).save_pretrained(tmp_path)
     with pytest.raises(InputError, match="which has no chat template"):
         packed.tokenise(source, at, tmp_path / "cache")
-    known.chat_template = TEMPLATE
-    known.save_pretrained(tmp_path)
+    chat_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(InputError, match=phrase):
         packed.tokenise(source, at, tmp_path / "cache")
 

@@ -150,7 +150,8 @@ class ChatVocabulary:
             target = np.zeros(len(begins), bool)
             for start, end in answers:
                 target |= (start <= begins) & (begins < end)
-            found.append(np.where(target, _ids(encoding), _ids(encoding) | np.uint32(NO_TARGET)))
+            ids = np.asarray(encoding.ids, np.uint32)
+            found.append(np.where(target, ids, ids | np.uint32(NO_TARGET)))
         return found
 
     def _rendered(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]]]:
