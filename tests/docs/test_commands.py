@@ -19,7 +19,7 @@ from tests.docs.pages import PAGES, ROOT, blocks, file_of
 from tests.migrate.test_migrate import DEEPSPEED, LAUNCHED, TITAN, titan, written
 from tests.programs import run_program
 from tests.train.runs import model_folder as small_model
-from tests.train.test_data import TRAINED, chat_tokenizer
+from tests.train.test_chat import TRAINED, chat_tokenizer
 
 #: What a page has for other machines, and what stands for it here.
 HERE = {
