@@ -21,6 +21,7 @@ one key head are on 2 ranks, and each rank computes the gradient of k and v from
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,15 +40,6 @@ def rows(module: nn.Module, stream: Stream, fresh: bool) -> None:
     """Sum a row-parallel layer's outputs, then add the bias once; `fresh` ones are overwritten."""
     removed: list[nn.Parameter] = []
 
-    def before(module: nn.Module, _: Any) -> None:
-        """The layer computes without its bias."""
-        bias = module._parameters.get("bias")
-        if bias is not None:
-            removed.append(bias)
-            # other classes may add the bias themselves (transformers' Conv1D)
-            zeros = None if type(module) is nn.Linear else torch.zeros_like(bias.detach())
-            module._parameters["bias"] = zeros  # pyright: ignore[reportArgumentType]
-
     def after(module: nn.Module, _: Any, y: Tensor | None) -> Tensor | None:
         """Put the bias back, and add it; without `y` the layer raised an error."""
         bias = removed.pop() if removed else None
@@ -58,8 +50,17 @@ def rows(module: nn.Module, stream: Stream, fresh: bool) -> None:
         y = stream.leave(y, fresh)
         return y if bias is None else y + bias.to(y.dtype)  # 16 bits under autocast
 
-    module.register_forward_pre_hook(before)
+    module.register_forward_pre_hook(partial(_without_bias, removed))
     module.register_forward_hook(after, prepend=True, always_call=True)
+
+
+def _without_bias(removed: list[nn.Parameter], module: nn.Module, _: Any) -> None:
+    bias = module._parameters.get("bias")
+    if bias is not None:
+        removed.append(bias)
+        # other classes may add the bias themselves (transformers' Conv1D)
+        zeros = None if type(module) is nn.Linear else torch.zeros_like(bias.detach())
+        module._parameters["bias"] = zeros  # pyright: ignore[reportArgumentType]
 
 
 def change_output(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:

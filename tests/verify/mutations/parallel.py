@@ -32,7 +32,6 @@ from shardwise.techniques.pipeline.weight_stashing import Stale
 from shardwise.techniques.tensor import apply as tensor_parallel
 from shardwise.techniques.tensor import linear as tensor_file
 from shardwise.techniques.tensor.linear import InputGradient, Stream, _Leave
-from shardwise.techniques.tensor.sequence import _Bias
 from tests.verify.mutations import mutation as by
 from tests.verify.mutations.mutation import Rows
 
@@ -111,7 +110,7 @@ ROWS |= {
     # --- tensor and sequence parallelism ----------------------------------------------------------
     "rows not summed [tp2 of gpt] error": by.instead(Stream, "sum", lambda _, y, *__: y),
     "columns not summed backward [tp2 of gpt] error": by.instead(InputGradient, "begin", begin),
-    "a bias added by every rank [tp2]": by.drop(_Bias, "remove"),
+    "a bias added by every rank [tp2]": by.drop(tensor_parallel.sequence, "_without_bias"),
     "the vocabulary off by one [tp2 of gpt]": cut_of_words(lambda a, b: (a + 1, b + 1)),
     "a row of the embedding missing [tp2 of gpt]": cut_of_words(lambda a, b: (a, b - 1)),
     "rows of words that are elsewhere [tp2 of gpt]": by.around(
