@@ -177,23 +177,16 @@ class Kind(NamedTuple):
     """A kind of language model: the class of transformers that makes it, its loss and batches."""
 
     family: str
-    names: str  # of its model types, in transformers' tables
+    table: str  # of its model types, in transformers
     loss: Loss
     batch: Callable[..., Any]
 
 
-CAUSAL: Final = Kind(
-    "AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", causal_loss, causal_batch
-)
+CAUSAL: Final = Kind("AutoModelForCausalLM", "CAUSAL_LM", causal_loss, causal_batch)
 #: The kinds of a model type, of which the first one counts.
 KINDS: Final = (
-    Kind(
-        "AutoModelForSeq2SeqLM",
-        "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
-        seq2seq_loss,
-        seq2seq_batch,
-    ),
-    Kind("AutoModelForMaskedLM", "MODEL_FOR_MASKED_LM_MAPPING_NAMES", causal_loss, masked_batch),
+    Kind("AutoModelForSeq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM", seq2seq_loss, seq2seq_batch),
+    Kind("AutoModelForMaskedLM", "MASKED_LM", causal_loss, masked_batch),
     CAUSAL,
 )
 
@@ -281,7 +274,7 @@ def kind_of(name: str) -> Kind:
     """The kind of the model type. Raises InputError if transformers has none of this name."""
     from transformers.models.auto import modeling_auto as auto  # the extra `hf`
 
-    types = {kind: getattr(auto, kind.names) for kind in KINDS}
+    types = {kind: getattr(auto, f"MODEL_FOR_{kind.table}_MAPPING_NAMES") for kind in KINDS}
     for kind, names in types.items():
         if name in names:
             return kind
