@@ -122,8 +122,6 @@ def fits(rows: Tensor, stacks: Stacks) -> bool:
 @lru_cache(maxsize=64)
 def has_grouped_products(device: str, dtype: torch.dtype) -> bool:
     """Whether this torch multiplies groups of this dtype on such a device, backward too."""
-    if not hasattr(functional, "grouped_mm"):
-        return False
     with _disable_current_modes(), torch.enable_grad():
         x = torch.ones(2, 16, device=device, dtype=dtype, requires_grad=True)
         weight = torch.ones(2, 16, 16, device=device, dtype=dtype, requires_grad=True)

@@ -152,10 +152,6 @@ class LayerHooks:
         return Redistributed.of(x, self.exchange, self.degree)
 
 
-def _own_rows(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return plain((args, kwargs))
-
-
 def _without_rows(name: str, x: Tensor, what: str = "input") -> Exception:
     return bad(
         f"an {what} of shape {list(x.shape)} of the layer {name}, which has a mesh of its own; the "
@@ -238,7 +234,8 @@ class Regions(Applied):
         here = {name: m for name, m in every.items() if not isinstance(m, StandIn)}
         for name in here.keys() & set(self.recomputed):
             if not any(region.layers.holds(name) for region in self.regions):
-                here[name].register_forward_pre_hook(_own_rows, with_kwargs=True, prepend=True)
+                own: Any = lambda _, args, kwargs: plain((args, kwargs))  # noqa: E731
+                here[name].register_forward_pre_hook(own, with_kwargs=True, prepend=True)
         for region in self.regions:
             hooks = LayerHooks(self.exchange, region.degree, self._random(region))
             for name in here.keys() & set(region.layers.modules):

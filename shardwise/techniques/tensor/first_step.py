@@ -223,14 +223,11 @@ def _require(
 ) -> None:
     world = engine.world
     own = torch.tensor(losses, dtype=torch.float64, device=world.device)
-    close = TOLERANCE_16_BIT if short else TOLERANCE if _rounds(world.device) else CLOSE
+    rounds = world.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    close = TOLERANCE_16_BIT if short else TOLERANCE if rounds else CLOSE
     for plain, sharded in torch.stack(all_gather(own, world.everyone)).tolist():
         if not abs(sharded - plain) <= close * abs(plain):  # also for NaN
             raise _differs(plain, sharded, engine, table)
-
-
-def _rounds(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
 
 
 class _Rounding(TorchDispatchMode):

@@ -53,11 +53,10 @@ _ANSWERS: Final[dict[Any, Callable[[torch.device], Any]]] = {
     **{
         getattr(Tensor, f"is_{kind}").__get__: lambda device, kind=kind: device.type == kind
         for kind in ("cpu", "cuda", "mps", "xpu", "meta")
-        if hasattr(Tensor, f"is_{kind}")
     },
 }
-#: The function by which nn.TransformerEncoder decides in evaluations; newer torch may not have it.
-_LOOKS_AT_PADDING: Final = vars(torch).get("_nested_tensor_from_mask_left_aligned")
+#: The function by which nn.TransformerEncoder decides in evaluations.
+_LOOKS_AT_PADDING: Final = vars(torch)["_nested_tensor_from_mask_left_aligned"]
 #: Functions that use only the dtype or the shape of their second argument.
 _LENT: Final[dict[Any, Callable[..., Tensor]]] = {
     Tensor.to: lambda x, like, *how, **named: x.to(like.dtype, *how, **named),
@@ -113,7 +112,8 @@ class Glue(TorchFunctionMode):
         kwargs = kwargs or {}
         if not (self.seen.any(args) or (kwargs and self.seen.any(kwargs.values()))):
             return self.player.without_values(func, args, kwargs)
-        if func in _LENT and self._lends(args):
+        lent = func in _LENT and len(args) > 1 and isinstance(args[1], Tensor)
+        if lent and self.seen.number(args[0]) is None:
             return _LENT[func](*args, **kwargs)
         if func in _GRADIENTS:
             raise bad(
@@ -127,10 +127,6 @@ class Glue(TorchFunctionMode):
         if func is _LOOKS_AT_PADDING:
             return False  # nn.TransformerEncoder evaluates without nested tensors, as it trains
         return self.player.op(func, args, kwargs)
-
-    def _lends(self, args: Any) -> bool:
-        lent = len(args) > 1 and isinstance(args[1], Tensor)
-        return lent and self.seen.number(args[0]) is None
 
     def layer(self, of: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a layer, with this mode off the stack and the user's modes on it."""
