@@ -154,8 +154,7 @@ class _Unread(torch.autograd.Function):
     def backward(_: Any, __: Tensor) -> Tensor:
         """Refuse the gradient of what has read it."""
         raise bad(
-            "a gradient for the logits of a tiled layer from a function that torch does not show "
-            "to tensor subclasses, such as torch.autograd.Function",
+            "a gradient for the logits of a tiled layer from a torch.autograd.Function",
             "functions of torch, which compute the logits when they read them",
             "logits.clone(), or a plan without tile for this layer",
         )

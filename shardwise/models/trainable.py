@@ -60,8 +60,7 @@ class Trainable:
         if any(x.is_meta for x in (*made.parameters(), *made.buffers())):
             raise bad(
                 f'the model "{self.name}" on the meta device, which has no weights',
-                "a function that returns a model with weights, unless for `shardwise predict` or "
-                "`shardwise table`, which need none",
+                "a function that returns a model with weights",
                 "the same function without torch.device('meta')",
             )
         return made.to(device)

@@ -314,7 +314,7 @@ UNTIED = {
     "recomputation": [
         ("recompute:blocks.1.mlpp", "Write instead: recompute:blocks.1.mlp"),
         ("recompute:selectiv", "Write instead: recompute:selective"),
-        ("recompute:blocks", "where blocks matches no module that has a forward"),
+        ("recompute:blocks", "where blocks matches no module"),
         ("recompute:partitioned", "Write instead: 'recompute:full', or tp2 beside it"),
         ("recompute:partitioned-host", "Write instead: 'recompute:full', or tp2 beside it"),
         ("activations:disk", "Allowed: activations:host; without the word"),

@@ -127,11 +127,9 @@ class OwnPositions(TorchFunctionMode):
 
     def _reaches(self, what: str) -> InputError:
         return bad(
-            f"{what} under cp{self._sequences().cut.ranks}, where each rank has some of the "
-            "positions",
-            "models in which only F.scaled_dot_product_attention reads other positions, and labels "
-            "that are shifted in the batch",
-            "a plan without cp; tp2 sp also divides the sequence, between layers",
+            f"{what} under cp{self._sequences().cut.ranks}, where a rank has some of the positions",
+            "models in which only F.scaled_dot_product_attention reads other positions",
+            "labels that are shifted in the batch, or a plan without cp",
         )
 
     # --- attention and loss -------------------------------------------------------------------
@@ -184,11 +182,9 @@ class OwnPositions(TorchFunctionMode):
     def _require_other(self, keys: int, of: Sequences) -> None:
         if keys in [of.cut.numel(rank) for rank in range(of.cut.ranks)]:
             raise bad(
-                f"attention to {keys} keys of another sequence under cp{of.cut.ranks}, of which "
-                "some ranks have as many positions",
+                f"attention to {keys} keys of another sequence; some ranks have {keys} positions",
                 "another sequence of more or fewer positions, or a length that the ranks divide",
-                f"batches padded to {of.cut.length + 1} positions, or another sequence of "
-                f"{keys + 1}",
+                f"batches padded to {of.cut.length + 1} positions",
             )
 
     def _require(self, query: Tensor, mask: Tensor | None, of: Sequences) -> None:
@@ -205,9 +201,8 @@ class OwnPositions(TorchFunctionMode):
         rows, columns = (1, 1, *mask.shape)[-2:] if mask is not None else (1, 1)
         if mask is not None and (columns not in (1, of.cut.length) or rows not in (1, of.numel)):
             raise bad(
-                f"an attention mask {list(mask.shape)} for the {of.numel} positions of a rank of "
-                f"cp{of.cut.ranks}, which is not of its rows and of all columns",
-                f"is_causal=True, or a mask of all {of.cut.length} columns",
+                f"an attention mask {list(mask.shape)} for the {of.numel} positions of a rank",
+                f"is_causal=True, or a mask of these rows and all {of.cut.length} columns",
                 "the mask [rows, 1, T, T], or of padding [rows, 1, 1, T], in the batch",
             )
 
@@ -219,7 +214,7 @@ class OwnPositions(TorchFunctionMode):
         if given.need_weights or given.add_zero_attn or any(x is not None for x in more):
             raise bad(
                 f"nn.MultiheadAttention under cp{self._sequences().cut.ranks} that returns "
-                "weights, adds keys or has a key_padding_mask",
+                "weights, or has a key_padding_mask",
                 "need_weights=False, and attention that is causal or full",
                 "attention(x, x, x, need_weights=False)",
             )

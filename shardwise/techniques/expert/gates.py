@@ -197,8 +197,7 @@ def require_experts(experts: int, valid: tuple[bool, ...], layer: str) -> None:
     wrong = " and ".join(str(rank) for rank, each in enumerate(valid) if not each)
     if wrong:
         raise bad(
-            f"for {layer}, an assignment of tokens to experts that do not exist, on data rank "
-            f"{wrong}",
+            f"for {layer}, a target of experts that do not exist, on data rank {wrong}",
             f"integers from 0 to {experts - 1}, for {experts} experts",
             "target.long(), with ids of experts from 0 up; or a gate with more experts",
         )

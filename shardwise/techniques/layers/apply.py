@@ -93,8 +93,7 @@ class LayerHooks:
     def _require_inside(self, name: str, part: nn.Module, _: Any) -> None:
         if not self.inside and torch._C._current_graph_task_id() == -1:
             raise bad(
-                f"a call of the {type(part).__name__} inside of the layer {name}, which has a mesh "
-                f"of its own, without a call of {name}",
+                f"a call inside of {name}, which has a mesh of its own, without a call of {name}",
                 "layers whose own forward calls what is inside of them",
                 "the layer under the model's axes, or patterns of the modules that are called",
             )
@@ -154,8 +153,8 @@ class LayerHooks:
 
 def _without_rows(name: str, x: Tensor, what: str = "input") -> Exception:
     return bad(
-        f"an {what} of shape {list(x.shape)} of the layer {name}, which has a mesh of its own; the "
-        f"{what} has a gradient, and its dim 0 does not count the rows of the batch",
+        f"an {what} of shape {list(x.shape)} of the layer {name}, which has a mesh, with a "
+        "gradient and a dim 0 that does not count the rows of the batch",
         "layers whose inputs and outputs with a gradient are activations [rows, ...]",
         "the layers that make this tensor and those that take it under one plan",
     )

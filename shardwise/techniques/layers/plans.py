@@ -140,8 +140,7 @@ def _require_untied(model: nn.Module, plan: Plan) -> None:
             words = plan.layers[max(by_plan) - 1].words
             layers = [name.rpartition(".")[0] for name in (first, second)]
             raise bad(
-                f"the plan '{plan}', in which {first} and {second}, which are one parameter, have "
-                "different plans",
+                f"the plan '{plan}', with different plans for {first} and {second}, one parameter",
                 "one plan for all layers that share a parameter",
                 f"'{','.join(layers)}: {words}'",
             )
@@ -153,6 +152,5 @@ def _require_no_experts(model: nn.Module, plans: LayerPlans) -> None:
             raise bad(
                 f"the layer of experts {name} in a layer with a mesh of its own",
                 "experts on the data ranks of the model's own plan",
-                "patterns that leave out the layers of experts, or a plan of layers without dp "
-                "and tp",
+                "patterns that leave out the layers of experts",
             )

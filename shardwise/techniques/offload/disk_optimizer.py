@@ -242,9 +242,9 @@ def streamed_keys(spec: OptimizerSpec) -> list[str]:
     for group in range(len(spec.members)):
         probe = nn.Parameter(torch.zeros(2, 3, device="cpu"))
         if spec.alone(group, probe).state.get(probe):
+            kind = spec.members[group][1].kind.__name__
             raise bad(
-                f"states on a disk with {spec.members[group][1].kind.__name__}, whose state is "
-                "made before the first step, all of it in host memory",
+                f"states on a disk with {kind}, whose state is made before the first step",
                 "an elementwise class that makes its state in its first step",
                 "sw.AdamW(lr=3e-4), or offload:optim",
             )

@@ -120,10 +120,8 @@ class Stage:
             raise bad(
                 f"{name_of(event.what)} of an activation in {line()}, which gives {out!r}, and "
                 f"gave {event.out!r} for the microbatch that was traced",
-                "reads of activations between layers that give the same for every microbatch, "
-                "because the ranks of other stages do not have them",
-                "torch.where(condition, a, b) in place of if, or the same code inside a layer "
-                "(any nn.Module with parameters)",
+                "reads of activations between layers that give the same for every microbatch",
+                "torch.where(condition, a, b) in place of if, or the same code inside a layer",
             )
 
     def layer(self, of: Of, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -240,8 +238,7 @@ class Stage:
         found = [(x.shape, x.dtype) for x in _leaves(out)]
         if found != foreseen:
             raise bad(
-                f"{event.what}, which returns {_said(found)}, but returned "
-                f"{_said(foreseen)} on the meta device",
+                f"{event.what}, which returns {_said(found)}, and {_said(foreseen)} on meta",
                 "layers whose outputs have shapes that follow from those of their inputs",
                 "a start that is not between this layer and the next one that uses its output",
             )

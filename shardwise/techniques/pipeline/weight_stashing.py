@@ -50,15 +50,13 @@ def require(
         return clip
     if clip is not None and math.isfinite(clip):
         raise bad(
-            f"clip={clip} with {plan.pipeline}, whose stages update at different times: the norm "
-            "of all gradients is never known",
+            f"clip={clip} with {plan.pipeline}, whose updates know no norm of all gradients",
             f"clip=None, or a schedule that updates at the end, 1f1b:{schedule.microbatches}",
             "--set train.clip=0 (in Python: clip=None)",
         )
     if options.on_nonfinite != "raise":
         raise bad(
-            f"on_nonfinite='{options.on_nonfinite}' with {plan.pipeline}, whose stages update at "
-            "different times: some have updated before others find that the step is not finite",
+            f"on_nonfinite='{options.on_nonfinite}' with {plan.pipeline}, which updates in a step",
             "on_nonfinite='raise', or a schedule that updates at the end of the step",
             f"1f1b:{schedule.microbatches}",
         )

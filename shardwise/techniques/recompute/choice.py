@@ -64,8 +64,7 @@ def _named(model: nn.Module, patterns: list[str], what: str) -> Iterator[str]:
         if not any(fnmatch(name, pattern) for name in names):
             near = suggest(pattern, [FULL, SELECTIVE, *PARTITIONED_WORDS, *names])
             raise bad(
-                f"recompute:{what} for a {type(model).__name__}, where {pattern} matches no module "
-                "that has a forward",
+                f"recompute:{what} for a {type(model).__name__}, where {pattern} matches no module",
                 f"full, selective, everyN, or names of modules: {', '.join(names[:6])}, ...",
                 f"recompute:{near or FULL}",
             )

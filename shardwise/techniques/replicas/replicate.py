@@ -240,8 +240,7 @@ def _require_rows(x: Any, dim: int, devices: int) -> None:
         one, other = list(sizes.values())[:2]
         raise bad(
             f"inputs of shapes {one} and {other}, which have different sizes in dim {dim}",
-            f"tensors with one number of rows in dim {dim}, since every device gets its rows of "
-            "each; or numbers, which every device gets",
+            f"tensors with one number of rows in dim {dim}, or numbers, which every device gets",
             "mask.expand(len(x), -1, -1) for a mask that all rows share",
         )
     (count,) = sizes

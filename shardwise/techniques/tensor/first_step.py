@@ -248,16 +248,14 @@ def _differs(plain: float, sharded: float, engine: Engine, table: Table | None) 
         return bad(
             f"a model or a loss under '{engine.plan}' that does not compute on some positions what "
             f"it computes on all: {losses}",
-            "code in which only F.scaled_dot_product_attention reads other positions, and a loss "
-            "that is a mean over the labels, counted by tokens=",
+            "code in which only F.scaled_dot_product_attention reads other positions",
             "labels that are shifted in the batch (docs/explanation/context.md)",
         )
     derived = table is not None and table.derived
     return bad(
         f"a {'derived table' if derived else 'table of styles'} under '{engine.plan}', by which "
         f"the model does not compute what it computes on one rank: {losses}",
-        "styles under which the code of each module computes its part, with a rank's own number "
-        "of heads or features",
+        "styles under which the code of each module computes a rank's part",
         'Table.of({...}, heads=8, sets={"*.attn": {"heads": "heads"}}), or a table without these '
         "layers; 'shardwise verify' names the first tensor that differs (docs/how-to/tables.md)",
     )

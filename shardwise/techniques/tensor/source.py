@@ -118,8 +118,7 @@ def without(model: nn.Module, why: str) -> InputError:
     """The error for a model without a table."""
     return bad(
         f"tensor parallelism of a {type(model).__name__}, which {why}",
-        "table= (verify: --table FILE), a model with the attribute tensor_table, or one of "
-        "transformers with a tensor plan (docs/how-to/tables.md)",
+        "table=, the attribute tensor_table, or a tensor plan of transformers",
         "table=sw.derive_table(model, batch, ranks=2, loss=loss).table, or shardwise table MODEL",
     )
 
@@ -184,8 +183,7 @@ def _copies(module: nn.Module) -> tuple[str, ...]:
 def _require(module: nn.Module, name: str, style: str) -> None:
     if len(getattr(module, "lora_magnitude_vector", ())):
         raise bad(
-            f'tensor parallelism of {name}, of the style "{style}", with adapters of peft with '
-            "use_dora=True, whose norms are of the whole weight",
+            f'{name}, of the style "{style}", with adapters of use_dora=True',
             "LoRA without norms of a weight",
             "LoraConfig(use_dora=False)",
         )

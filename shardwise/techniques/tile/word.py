@@ -47,8 +47,7 @@ def parse(text: str) -> TileWord:
         return TileWord(int(found[1]), tuple(found[2].split(",")) if found[2] else ())
     raise bad(
         f"the plan word 'tile:{text}'",
-        f"tile: and a whole number of tiles from 2 to {MOST_TILES}, then perhaps = and patterns of "
-        "the names of linear layers",
+        f"tile:N or tile:N=NAMES, N from 2 to {MOST_TILES} and NAMES of linear layers",
         "tile:4 or tile:4=head",
     )
 

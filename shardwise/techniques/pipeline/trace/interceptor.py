@@ -117,8 +117,7 @@ class Glue(TorchFunctionMode):
             return _LENT[func](*args, **kwargs)
         if func in _GRADIENTS:
             raise bad(
-                "a gradient inside of the forward of a pipeline, whose backward pass would run "
-                "through the stages of other ranks",
+                "a gradient inside of the forward of a pipeline, through stages of other ranks",
                 "losses without torch.autograd.grad or backward",
                 "'dp2', or the same plan without pp, its schedule and zero3",
             )

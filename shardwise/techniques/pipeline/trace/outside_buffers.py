@@ -98,10 +98,8 @@ class OutsideBuffers:
                 raise bad(
                     f"{self._named(index, key)} outside of the layers of a pipeline, which the "
                     f"forward reads in stage {read} and writes in stage {stage}",
-                    "buffers that one stage reads and writes, on ranks with one stage each: a "
-                    "microbatch reads a buffer before the one before it has come to a later stage",
-                    "the buffer in the layer that writes it (any nn.Module with parameters), or a "
-                    "plan without pp",
+                    "buffers that one stage reads and writes, on ranks with one stage each",
+                    "the buffer in the layer that writes it, or a plan without pp",
                 )
             if stage > 0 or in_place >= 0 or number is not None:
                 found.append(WrittenBuffer(index, key, stage, b.detach().to("meta")))
@@ -142,8 +140,7 @@ def require_unpacked(name: str, x: Any) -> None:
         raise bad(
             f"a PackedSequence that {name} takes or returns, in a pipeline",
             "tensors between layers: the lengths of a packed sequence are values",
-            "a layer (any nn.Module) that packs, calls the network and pads its output, or a plan "
-            "without pp",
+            "a layer (any nn.Module) that packs, calls the network and pads its output",
         )
 
 

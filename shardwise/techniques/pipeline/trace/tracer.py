@@ -82,7 +82,6 @@ class Tracer:
         self.held = len(held)
         self.events: list[ForwardStep] = []
         self.stage, self.last = 0, ""
-        self.entered = ""  # the layer that began the stage
         self.assumed: list[str] = []  # layers that do not run on meta
         self.opened = len(self.values)  # the first value of this stage
         self.sharing: dict[int, list[int]] = defaultdict(list)  # by storage, values
@@ -105,17 +104,14 @@ class Tracer:
         self.outside.use(x, what, self.stage)
         if x.is_meta:
             raise bad(
-                f"a tensor that {name_of(what)} takes after layer {self.last or '(none)'}, and "
-                "that no layer has returned",
-                "layers that return the tensors they make: alone, in tuples, lists, dicts or "
-                "dataclasses; and buffers that are on a device",
+                f"a tensor that {name_of(what)} takes after {self.last}, and no layer has returned",
+                "layers that return the tensors they make, and buffers that are on a device",
                 "return x, extra",
             )
         if _storage(x) in self.wrote:
             raise bad(
                 f"{self.outside.of(x)} that {name_of(what)} takes after layer {self.last}, whose "
-                f"memory {self.values[self.wrote[_storage(x)][0]].origin} was written to through "
-                "another tensor",
+                "memory was written to through another tensor",
                 "outputs of layers that are assigned to the tensor itself",
                 "x[:, 0] = y instead of x[:, 0].copy_(y)",
             )
@@ -166,12 +162,9 @@ class Tracer:
         stage = min((s for s in of.stages if s >= self.stage), default=None)
         if stage is None:
             raise bad(
-                f"{of.name}, a layer of stage {of.stages[-1]}, called in stage {self.stage}, "
-                f"after {self.last}; that stage began with {self.entered}",
-                "layers that are called in the order of the stages: those that a run of the loss "
-                "without a batch found, and the order of definition where it found none",
-                f"{of.name} defined after {self.last}, or called by the forward of the model; if "
-                "the loss calls the model twice, one call with all rows",
+                f"{of.name}, a layer of stage {of.stages[-1]}, called in stage {self.stage}",
+                "layers that are called in the order of the stages",
+                f"{of.name} defined after {self.last}, or called by the forward of the model",
             )
         if torch.is_autocast_enabled(self.device.type):
             raise bad(
@@ -182,7 +175,7 @@ class Tracer:
         require_no_transform(f"{of.name} of a pipeline")
         if self.stage < stage:
             self._close()
-            self.stage, self.entered = stage, of.name
+            self.stage = stage
         self.last = of.name
         require_unpacked(of.name, (args, kwargs))
         inputs, metas, on_meta, named = self._on_meta(of.name, args, kwargs)
@@ -288,15 +281,15 @@ class Tracer:
         if made is None:
             raise bad(
                 f"{value.origin}, of stage {value.stages[0]}, used by {name_of(what)} in stage "
-                f"{self.stage}, after {self.last or 'nothing'}",
+                f"{self.stage}",
                 "a layer's parameters and buffers used in the stage of that layer, or later",
                 "a call of the layer itself, or a definition of the layer where it is first used",
             )
         write, stage = self.wrote.get(_storage(value.meta), (-1, -1))
         if write > number and stage > made:
             raise bad(
-                f"{value.origin}, made in stage {made}, used by {name_of(what)} after its memory "
-                f"was written to in stage {stage}, through {self.values[write].origin}",
+                f"{value.origin}, made in stage {made}, used by {name_of(what)} after a write to "
+                f"its memory in stage {stage}",
                 "in-place operations on a tensor, or on a view taken in the same stage",
                 "x = x + y, without the underscore",
             )
@@ -370,7 +363,7 @@ class Tracer:
         return bad(
             f"a forward that fails in {last.name} ({place}: {type(error).__name__}: {error}) where "
             f"{', '.join(dict.fromkeys(self.assumed))}, which cannot run on the meta device, were "
-            "assumed to return a tensor like their first, and nothing beside it",
+            "assumed to return a tensor like their first",
             "layers whose output shapes follow from their input shapes, or equal the first input's",
             "pp1, or layers that return one tensor of the shape of their input (no router logits)",
         )
@@ -379,8 +372,7 @@ class Tracer:
         known = [n for x in inputs if (n := self.seen.number(x)) is not None]
         origin = self.values[known[0]].origin
         return bad(
-            f"{name_of(func)} of a tensor that comes from {origin}, in {line()}: it reads values, "
-            "which the ranks of other stages do not have",
+            f"{name_of(func)} of a tensor that comes from {origin}, in {line()}",
             "operations between layers that compute tensors of known shapes from tensors",
             "the same operation inside a layer (any nn.Module with parameters), or after the step",
         )
