@@ -47,7 +47,6 @@ from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.layouts.uneven import Cut
 from shardwise.techniques.context import block
-from shardwise.techniques.context.block import Three
 from shardwise.techniques.context.positions import SequenceCut, visible
 
 
@@ -277,12 +276,18 @@ class _RingAttention(torch.autograd.Function):
         dq = torch.zeros_like(q, dtype=dtype)
         own, arriving = q.new_empty(0), None  # the first block is this rank's own
         for source, kv in ring.blocks(torch.stack([k, v])):
-            found = _gradients(ring, source, (q, kv[0], kv[1]), mask, (grad, out, lse))
+            found: tuple[slice, list[Tensor]] | None = None
+            if part := ring.part(q, mask, source):
+                rows, keys, allowed, causal = part
+                sliced = q[:, :, rows], kv[0][:, :, keys], kv[1][:, :, keys]
+                merged = out[:, :, rows], lse[:, :, rows]
+                how = {"causal": causal, "scale": ring.scale}
+                dq_, *dkv_ = block.backward(grad[:, :, rows], sliced, allowed, *merged, **how)
+                dq[:, :, rows] += dq_
+                found = keys, dkv_
             dkv = torch.zeros_like(kv, dtype=dtype) if arriving is None else arriving.wait()
             if found is not None:
-                (rows, keys, *_), (dq_, dk_, dv_) = found
-                dq[:, :, rows] += dq_
-                dkv[:, :, :, keys] += torch.stack([dk_, dv_])
+                dkv[:, :, :, found[0]] += torch.stack(found[1])
             if source == ring.axis.rank:
                 own = dkv
             else:
@@ -291,18 +296,3 @@ class _RingAttention(torch.autograd.Function):
             own += arriving.wait()
         dk, dv = own.to(k.dtype)
         return dq.to(q.dtype), dk, dv, None, None
-
-
-def _gradients(
-    ring: Ring, source: int, qkv: Three, mask: Tensor | None, after: Three
-) -> tuple[BlockPart, Three] | None:
-    """What the block of rank `source` adds to the gradients; `after`: of out, out, lse."""
-    (q, k, v), (grad, out, lse) = qkv, after
-    part = ring.part(q, mask, source)
-    if part is None:
-        return None
-    rows, keys, allowed, causal = part
-    sliced = q[:, :, rows], k[:, :, keys], v[:, :, keys]
-    merged = out[:, :, rows], lse[:, :, rows]
-    grad = grad[:, :, rows]
-    return part, block.backward(grad, sliced, allowed, *merged, causal=causal, scale=ring.scale)
