@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.techniques.pipeline.staged_model import Stages
-from shardwise.techniques.pipeline.trace.placeholders import twin
+from shardwise.techniques.pipeline.trace.placeholders import StageLayers, twin
 from tests.engine import cases, zoo
 
 WIDTH, LENGTH = 6, 5
@@ -25,7 +25,8 @@ def rows(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def cut(model: nn.Module, begins: tuple[str, ...], mine: list[int], twins: Any = None) -> Stages:
     """The stages `mine` of a model, of which each but the first begins at a name."""
-    return Stages(model, twins or twin(model), begins, mine, torch.device("cpu"))
+    layers = StageLayers(model, twins or twin(model), begins, mine)
+    return Stages(layers, torch.device("cpu"))
 
 
 def ran(

@@ -30,7 +30,8 @@ from shardwise.techniques.data.wrap_policy import UnitSpec
 from shardwise.techniques.pipeline.partition import calls_of, starts, starts_of_counts
 from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.staged_model import Stages
-from shardwise.techniques.pipeline.trace.placeholders import Calls, layers
+from shardwise.techniques.pipeline.trace.placeholders import Calls, StageLayers
+from shardwise.techniques.pipeline.trace.placeholders import layers as layers_of
 from shardwise.techniques.pipeline.trace.placeholders import twin as twin_of
 from shardwise.techniques.tensor import apply as tensor_parallel
 from shardwise.techniques.tensor import rng
@@ -150,7 +151,7 @@ def stages_of(
 ) -> dict[str, tuple[int, ...]]:
     """The stages of each parameter, by name, before the model is partitioned."""
     found: dict[nn.Parameter, set[int]] = {p: set() for p in model.parameters()}
-    for name, layer in layers(model, begin, calls).items():
+    for name, layer in layers_of(model, begin, calls).items():
         for p in model.get_submodule(name).parameters():
             found[p] |= set(layer.stages)
     return {name: tuple(sorted(found[p] or {0})) for name, p in model.named_parameters()}
@@ -182,8 +183,8 @@ def lay_out(
 ) -> Staging:
     """Partition `model` into stages, in place; called by all ranks of the world."""
     axis, at = world.axis(PIPELINE), stages_of(model, begin, calls)
-    mine, devices = schedule.stages(axis.rank), (world.device, world.storage)
-    stages = Stages(model, twins[0], begin, mine, devices[0], calls, devices[1])
+    layers = StageLayers(model, twins[0], begin, schedule.stages(axis.rank), calls)
+    stages = Stages(layers, world.device, world.storage)
     found = {name: stage_layout(used, schedule) for name, used in at.items()}
     groups = {name: on.groups for name, on in found.items() if len(on.holders) > 1}
     sums = default_fill.open_sums(world, PIPELINE, groups.values())

@@ -1,11 +1,11 @@
 """A model in stages: its forward is traced once for each shape, then run stage by stage.
 
-stages = Stages(model, twin(model), starts, mine={1}, device=device)
+stages = Stages(StageLayers(model, twin(model), starts, {1}), device)
 trace = stages.trace(lambda model: loss(model, microbatch))
 ran = stages.run(1, trace, inputs, lambda model: loss(model, microbatch))
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -21,29 +21,18 @@ from shardwise.techniques.pipeline.stage import Over, Ran, Stage
 from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.trace.answers import AnswerReplay
 from shardwise.techniques.pipeline.trace.interceptor import Glue, Player, Seen
-from shardwise.techniques.pipeline.trace.outside_buffers import OutsideBuffers
-from shardwise.techniques.pipeline.trace.placeholders import Calls, StageLayers
+from shardwise.techniques.pipeline.trace.placeholders import StageLayers
 from shardwise.techniques.pipeline.trace.tracer import Ask, Tracer
 
 
 class Stages:
-    """The stages `mine` of a model on this rank; placeholders replace all other layers. One Stages
-    alone uses `twin`. `starts` begin stages 1, 2, ...; `calls`: call_order.py.
-    """
+    """The stages of a model on this rank, whose `layers` no other Stages uses."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        twin: nn.Module,
-        starts: Sequence[str],
-        mine: Collection[int],
-        device: torch.device,
-        calls: Calls | None = None,
-        storage: torch.device | None = None,
+        self, layers: StageLayers, device: torch.device, storage: torch.device | None = None
     ) -> None:
-        self.layers = StageLayers(model, twin, starts, mine, calls)
-        self.count, self.device = self.layers.count, device
-        self.storage = storage or device
+        self.layers, self.count = layers, layers.count
+        self.device, self.storage = device, storage or device
 
     def trace(self, call: Callable[[nn.Module], Any], ask: Ask | None = None) -> StageTrace:
         """Trace `call` on meta for this microbatch, in the current grad mode.
@@ -54,15 +43,7 @@ class Stages:
         """
         layers, seen = self.layers, Seen(self.layers.numbers)
         layers.number_buffers(seen.put)
-        follow = Tracer(
-            layers.known_values(),
-            layers.count,
-            seen,
-            self.device,
-            partial(as_on, strict=True),
-            OutsideBuffers(layers.pairs),
-            ask,
-        )
+        follow = Tracer(layers, seen, self.device, partial(as_on, strict=True), ask)
         with self._twin(follow, seen) as twin:
             with torch._C.DisableTorchFunction():
                 follow.outside.begin()

@@ -177,7 +177,7 @@ def _hook(
             straight = style.by == "sequence" or not stream.split
             sequence.embed(module, tensors.axis, cut, stream.leave if straight else stream.sum)
         case "vocabulary", Cut():
-            sequence.change_output(module, lambda y: sharded_logits(y, tensors.axis, cut, stream))
+            sequence.change_output(module, lambda y: sharded_logits(y, tensors.axis, cut))
             linear.columns(module, stream, shape.transposed, entered)
         case "colwise", _:
             linear.columns(module, stream, shape.transposed, entered)

@@ -14,6 +14,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
+from shardwise.comm.move import join, take
 from shardwise.comm.world import Axis
 from shardwise.core.applied import Applied
 from shardwise.core.errors import bad
@@ -31,7 +32,6 @@ class Shards:
 
     axis: Axis
     cut: Cut
-    moves: Stream
     computed = False
 
     def copy(self, _: torch.dtype | None) -> "Shards":
@@ -43,19 +43,19 @@ class Shards:
         return self.cut.whole
 
     def join(self, local: Tensor) -> Tensor:
-        return self.moves.join(local, self.cut)
+        return join(local, self.axis, self.cut.on(local.dim() - 1))
 
     def take(self, full: Tensor) -> Tensor | None:
         """This rank's shard; on one rank the gathered tensor is the same memory."""
-        return self.moves.take(full, self.cut) if self.axis.size > 1 else None
+        return take(full, self.axis, self.cut.on(full.dim() - 1)) if self.axis.size > 1 else None
 
     def loss(self, local: Tensor, targets: Tensor, /, **options: Unpack[LossOptions]) -> Tensor:
         return sharded_cross_entropy(local, (self.axis, self.cut), targets, **options)
 
 
-def sharded_logits(local: Tensor, axis: Axis, cut: Cut, moves: Stream | None = None) -> Logits:
-    """Logits whose shard on this rank is `local` [..., v], not copied. `moves` gathers them.
-    Raises InputError if `local` has another number of columns.
+def sharded_logits(local: Tensor, axis: Axis, cut: Cut) -> Logits:
+    """Logits whose shard on this rank is `local` [..., v], not copied. Raises InputError if `local`
+    has another number of columns.
     """
     columns = cut.size(axis.rank)
     if local.shape[-1] != columns:
@@ -64,8 +64,7 @@ def sharded_logits(local: Tensor, axis: Axis, cut: Cut, moves: Stream | None = N
             f"the {columns} columns of {cut.whole} that this rank holds",
             "torch.nn.functional.cross_entropy(logits, targets) for gathered logits",
         )
-    moves = moves or Stream(axis, split=False)
-    return Logits.of(local, Shards(axis, cut, moves))
+    return Logits.of(local, Shards(axis, cut))
 
 
 @dataclass

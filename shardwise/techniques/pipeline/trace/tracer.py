@@ -38,6 +38,7 @@ from shardwise.techniques.pipeline.trace.outside_buffers import (
     spec_of,
 )
 from shardwise.techniques.pipeline.trace.outside_buffers import storage_of as _storage
+from shardwise.techniques.pipeline.trace.placeholders import StageLayers
 
 META: Final = torch.device("meta")
 #: Copies between devices: on meta there is one device.
@@ -65,28 +66,26 @@ class Tracer:
 
     def __init__(
         self,
-        held: Sequence[tuple[str, tuple[int, ...], Tensor]],
-        count: int,
+        layers: StageLayers,
         seen: Seen,
         device: torch.device,
         around: Callable[[torch.device], AbstractContextManager[None]],
-        outside: OutsideBuffers,
         ask: Ask | None = None,
     ) -> None:
-        self.outside, self.ask = outside, ask
-        self.seen, self.count, self.device, self.around = seen, count, device, around
+        self.outside, self.ask, self.count = OutsideBuffers(layers.pairs), ask, layers.count
+        self.seen, self.device, self.around = seen, device, around
         self.values = [
             TracedValue(origin, stages, x, x.detach(), trained=x.requires_grad)
-            for origin, stages, x in held
+            for origin, stages, x in layers.known_values()
         ]
-        self.held = len(held)
+        self.held = len(self.values)
         self.events: list[ForwardStep] = []
         self.stage, self.last = 0, ""
         self.assumed: list[str] = []  # layers that do not run on meta
         self.opened = len(self.values)  # the first value of this stage
         self.sharing: dict[int, list[int]] = defaultdict(list)  # by storage, values
         self.wrote: dict[int, tuple[int, int]] = {}  # by storage, (number, stage) of the last write
-        self.written: list[set[int]] = [set() for _ in range(count)]
+        self.written: list[set[int]] = [set() for _ in range(self.count)]
         self.kept: list[Tensor] = []
         self.answers: list[Any] = []  # what the forward read from the batch
 
