@@ -111,7 +111,9 @@ SIZES: Final[dict[str, GPTConfig]] = {
 
 
 class GPT(nn.Module):
-    """tokens [B, T] -> logits [B, T, V]."""
+    """tokens [B, T] -> logits [B, T, V]. A `mask` [B, 1, T, T] says what attends to what; without
+    one, attention is causal.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -123,11 +125,11 @@ class GPT(nn.Module):
         if config.tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, mask: Tensor | None = None) -> Tensor:
         x_BTD = self.embed(tokens_BT)
         turn = rotation(tokens_BT.shape[1], self.config.head_width, x_BTD)
         for block in self.blocks:
-            x_BTD = block(x_BTD, turn)
+            x_BTD = block(x_BTD, turn, mask)
         return self.head(self.norm(x_BTD))
 
     @property
@@ -171,8 +173,10 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.hidden_size, eps=NORM_EPS)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x_BTD: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), turn)
+    def forward(
+        self, x_BTD: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None = None
+    ) -> Tensor:
+        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), turn, mask)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
@@ -188,7 +192,9 @@ class Attention(nn.Module):
         self.v = nn.Linear(config.hidden_size, config.kv_heads * config.head_width, bias=False)
         self.out = nn.Linear(config.heads * config.head_width, config.hidden_size, bias=False)
 
-    def forward(self, x_BTD: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None = None
+    ) -> Tensor:
         """From x [B, T, D] to [B, T, D]; `turn` is the rotation of every position."""
         q_BTHE = rotate(self.q(x_BTD).unflatten(-1, (-1, self.head_width)), turn)
         k_BTKE = rotate(self.k(x_BTD).unflatten(-1, (-1, self.head_width)), turn)
@@ -197,7 +203,8 @@ class Attention(nn.Module):
             q_BTHE.transpose(1, 2),
             k_BTKE.transpose(1, 2),
             v_BTKE.transpose(1, 2),
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             enable_gqa=self.grouped,
         )
         return self.out(mixed_BHTE.transpose(1, 2).flatten(2))
@@ -239,7 +246,8 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Cross-entropy in nats, the mean over the targets that are not -100, in fp32 or wider.
     `batch["inputs"]` and `batch["targets"]` are token numbers [B, T].
     """
-    return cross_entropy(model(batch["inputs"]), batch["targets"])
+    mask = {"mask": batch["attention_mask"]} if "attention_mask" in batch else {}
+    return cross_entropy(model(batch["inputs"], **mask), batch["targets"])
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor, reduction: str = "mean") -> Tensor:

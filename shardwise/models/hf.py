@@ -85,8 +85,11 @@ def require_transformers(model: str) -> None:
 
 
 def causal_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    packed = {}
+    if "position_ids" in batch:  # with a cache, documents are not kept apart
+        packed = {"position_ids": batch["position_ids"], "use_cache": False}
     with Wide():
-        logits = model(input_ids=batch["inputs"]).logits
+        logits = model(input_ids=batch["inputs"], **packed).logits
     return cross_entropy(logits, batch["targets"])
 
 

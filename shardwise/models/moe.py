@@ -124,15 +124,17 @@ class MoEGPT(nn.Module):
             self.head.weight = self.embed.weight
         name_layers(self)
 
-    def forward(self, tokens_BT: Tensor, experts_BT: Tensor | None = None) -> MoEOutput:
-        """`experts_BT`: the expert of each token, for the gate `assigned`."""
+    def forward(
+        self, tokens_BT: Tensor, experts_BT: Tensor | None = None, mask: Tensor | None = None
+    ) -> MoEOutput:
+        """`experts_BT`: the expert of each token, for the gate `assigned`; `mask` as in a GPT."""
         x_BTD = self.embed(tokens_BT)
         turn = rotation(tokens_BT.shape[1], self.config.gpt.head_width, x_BTD)
         target_BT = tokens_BT if self.config.gate.name == "hash" else experts_BT
         auxiliary = torch.zeros((), dtype=torch.promote_types(x_BTD.dtype, torch.float32))
         auxiliary = auxiliary.to(x_BTD.device)
         for block in self.blocks:
-            x_BTD, auxiliary = block(x_BTD, auxiliary, turn, target_BT)
+            x_BTD, auxiliary = block(x_BTD, auxiliary, turn, target_BT, mask)
         return MoEOutput(self.head(self.norm(x_BTD)), auxiliary)
 
     @property
@@ -163,9 +165,10 @@ class MoEBlock(nn.Module):
         auxiliary: Tensor,
         turn: tuple[Tensor, Tensor],
         target_BT: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """From x [B, T, D] to [B, T, D], and `auxiliary` plus the layer's own loss."""
-        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), turn)
+        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), turn, mask)
         made_BTD, own = self.moe(self.moe_norm(x_BTD), target_BT)
         return x_BTD + made_BTD, auxiliary + own
 
@@ -175,7 +178,8 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     It is finite without targets too: this rank's tokens go through experts of other ranks, and
     theirs through its own, so that its gradients count in any case.
     """
-    found = model(batch["inputs"], batch.get("experts"))
+    mask = {"mask": batch["attention_mask"]} if "attention_mask" in batch else {}
+    found = model(batch["inputs"], batch.get("experts"), **mask)
     summed = gpt.cross_entropy(found.logits, batch["targets"], "sum")
     return summed / max(1, gpt.tokens(batch)) + found.auxiliary
 

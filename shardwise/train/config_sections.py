@@ -123,6 +123,11 @@ class DataSection(BaseModel):
         description="the field of a row that holds the text; `messages` holds conversations, of "
         "which the tokenizer's chat template makes text, with the loss on answers alone",
     )
+    documents: bool = Field(
+        default=False,
+        description="each document, or conversation, attends to itself alone, and its positions "
+        "begin anew; not with a model of a file",
+    )
     tokens: PathText = Field(
         default="bytes",
         description="`bytes`, `bpe:SIZE` (trained on the data), or the path of a `tokenizer.json`; "

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -83,8 +84,10 @@ def largest_share(prepared: PreparedRun) -> Batch:
     meta, since a pipeline would take such a batch for an activation of no layer.
     """
     rows = -(-prepared.config.train.batch // prepared.plan.shares)
-    tokens = torch.zeros(rows, prepared.sizes.sequence, dtype=torch.int64)
-    return {"inputs": tokens, "targets": tokens}
+    tokens = np.zeros((rows, prepared.sizes.sequence), np.int64)
+    documents = tokens if prepared.config.data.documents else None
+    by_ids = prepared.config.model.name.startswith(pretrained.PREFIX)
+    return batch(Rows(tokens, tokens, documents), 0, torch.device("cpu"), by_ids=by_ids)
 
 
 def predictor(
@@ -149,10 +152,15 @@ def options_of_run(
     )
 
 
-def batch(rows: Rows, least: int, device: torch.device) -> Batch:
-    """The rows as tensors, padded to at least `least` rows with rows without targets."""
+def batch(rows: Rows, least: int, device: torch.device, *, by_ids: bool = False) -> Batch:
+    """The rows as tensors, padded to at least `least` rows with rows without targets. Documents are
+    kept apart by a mask, or by positions in a model of transformers (`by_ids`).
+    """
     filled = padded(rows, least)
-    found = {name: torch.from_numpy(getattr(filled, name)) for name in ("inputs", "targets")}
+    arrays = {"inputs": filled.inputs, "targets": filled.targets}
+    apart = filled.positions if by_ids else filled.mask
+    arrays |= {} if apart is None else {"position_ids" if by_ids else "attention_mask": apart}
+    found = {name: torch.from_numpy(array) for name, array in arrays.items()}
     if device.type == "cuda":  # so that the host does not wait for the copy
         found = {name: x.pin_memory() for name, x in found.items()}
     return {name: x.to(device, non_blocking=True) for name, x in found.items()}

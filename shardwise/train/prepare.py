@@ -144,6 +144,12 @@ def prepare(
     run_folder.first_weights(config)
     called = callbacks_of(config.run)
     data = config.data
+    if data.documents and ".py" in config.model.name:
+        raise bad(
+            f"data.documents with model.name = '{config.model.name}'",
+            "a model of the package or of transformers, whose attention takes a mask",
+            "data.documents = false, or a loop of your own with sw.parallelize",
+        )
     sources = [replace(source, most_bytes=most_bytes) for source in sources_of(config)]
     packed = tokenise(sources, data.tokens, config.cache, trained=len(data.source))
 

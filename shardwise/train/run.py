@@ -36,6 +36,7 @@ from shardwise.core.tools.arguments import is_count
 from shardwise.engine.engine import Engine
 from shardwise.engine.step_end import Metrics as StepMetrics
 from shardwise.engine.step_end import Progress
+from shardwise.models.pretrained import PREFIX
 from shardwise.train import metrics
 from shardwise.train.data.data import Index, block
 from shardwise.train.metrics import MetricsWriter
@@ -143,10 +144,11 @@ def _goes_on(error: RunError) -> str:
 
 def share(prepared: PreparedRun, engine: Engine, numbers: Index) -> Batch:
     mine = block(numbers, engine.data_rank, engine.data_ranks)
-    rows = prepared.corpus.rows(mine)
+    rows = prepared.corpus.rows(mine, documents=prepared.config.data.documents)
     # of a pipeline each microbatch has a row; else the engine knows which ones have none
     least = engine.microbatches if engine.staging and len(mine) else 0
-    return batch(rows, least, engine.world.device)
+    by_ids = prepared.config.model.name.startswith(PREFIX)
+    return batch(rows, least, engine.world.device, by_ids=by_ids)
 
 
 class Prefetch:

@@ -41,10 +41,22 @@ Index = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Rows:
-    """Sequences as `inputs` and `targets`, [rows, T]; the loss ignores targets of -100."""
+    """Sequences as `inputs` and `targets`, [rows, T]; the loss ignores targets of -100.
+    `positions` are those in its document of each token, if documents are kept apart.
+    """
 
     inputs: Index
     targets: Index
+    positions: Index | None = None
+
+    @property
+    def mask(self) -> NDArray[np.bool_] | None:
+        """What each position attends to, [rows, 1, T, T]: its document, up to itself."""
+        if self.positions is None:
+            return None
+        document = (self.positions == 0).cumsum(1)
+        same = document[:, None, :, None] == document[:, None, None, :]
+        return same & np.tri(same.shape[-1], dtype=bool)
 
 
 @dataclass(frozen=True)
@@ -64,14 +76,22 @@ class Corpus:
         source = np.searchsorted(self.packed.ends, self.training * self.sequence, side="right")
         return tuple(self.training[source == k] for k in range(len(self.packed.ends)))
 
-    def rows(self, numbers: Index) -> Rows:
-        """The sequences with these numbers."""
+    def rows(self, numbers: Index, *, documents: bool = False) -> Rows:
+        """The sequences with these numbers; with `documents` kept apart, no token of one is the
+        target of another.
+        """
         stream, last = self.packed.stream, len(self.packed.stream) - 1
         at = numbers[:, None] * self.sequence + np.arange(self.sequence)
         inputs = stream[np.minimum(at, last)].astype(np.int64) % NO_TARGET
         targets = stream[np.minimum(at + 1, last)].astype(np.int64)
         targets[(at + 1 > last) | (targets >= NO_TARGET)] = IGNORED
-        return Rows(inputs, targets)
+        if not documents:
+            return Rows(inputs, targets)
+        ends = inputs == self.packed.vocabulary.separator % NO_TARGET
+        targets[ends] = IGNORED
+        place = np.arange(self.sequence)
+        begins = np.where(np.roll(ends, 1, axis=1), place, 0)
+        return Rows(inputs, targets, place - np.maximum.accumulate(begins, axis=1))
 
 
 def split(packed: Packed, sequence: int, validation: float, *, apart: bool = False) -> Corpus:
@@ -149,10 +169,11 @@ def padded(rows: Rows, count: int) -> Rows:
     missing = count - len(rows.inputs)
     if missing <= 0:
         return rows
-    shape = (missing, rows.inputs.shape[1])
+    none = np.zeros((missing, rows.inputs.shape[1]), np.int64)
     return Rows(
-        np.concatenate([rows.inputs, np.zeros(shape, np.int64)]),
-        np.concatenate([rows.targets, np.full(shape, IGNORED, np.int64)]),
+        np.concatenate([rows.inputs, none]),
+        np.concatenate([rows.targets, none + IGNORED]),
+        None if rows.positions is None else np.concatenate([rows.positions, none]),
     )
 
 
