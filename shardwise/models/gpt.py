@@ -176,6 +176,7 @@ class Block(nn.Module):
     def forward(
         self, x_BTD: Tensor, turn: tuple[Tensor, Tensor], mask: Tensor | None = None
     ) -> Tensor:
+        """From x [B, T, D] to [B, T, D]."""
         x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), turn, mask)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 

@@ -85,6 +85,7 @@ def require_transformers(model: str) -> None:
 
 
 def causal_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Cross-entropy as gpt.loss; the batch may have `position_ids` [B, T] of several documents."""
     packed = {}
     if "position_ids" in batch:  # with a cache, documents are not kept apart
         packed = {"position_ids": batch["position_ids"], "use_cache": False}
