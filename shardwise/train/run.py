@@ -143,6 +143,7 @@ def _goes_on(error: RunError) -> str:
 
 
 def share(prepared: PreparedRun, engine: Engine, numbers: Index) -> Batch:
+    """The rows of this rank among the sequences of a global batch."""
     mine = block(numbers, engine.data_rank, engine.data_ranks)
     rows = prepared.corpus.rows(mine, documents=prepared.config.data.documents)
     # of a pipeline each microbatch has a row; else the engine knows which ones have none
