@@ -196,16 +196,12 @@ def on_threads(ranks: int, body: Callable[[int, Links], Any]) -> list[Any]:
             thread.start()
         for thread in threads:
             thread.join()
-    failures.sort(key=lambda f: _follows(f[1]))
+    # at the end, errors of which another rank's failure is the cause
+    failures.sort(key=lambda f: threading.BrokenBarrierError in map(type, causes(f[1])))
     if failures:
         rank, error = failures[0]
         raise RankError(rank, f"{type(error).__name__}: {error}") from error
     return results
-
-
-def _follows(error: BaseException) -> bool:
-    """Whether another rank's failure is the cause of this error."""
-    return any(isinstance(each, threading.BrokenBarrierError) for each in causes(error))
 
 
 @contextmanager

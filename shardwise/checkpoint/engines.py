@@ -271,14 +271,6 @@ def load(
     return fill(trained, folder, partial(_require_all, trained)).get("extra", {})
 
 
-def _given(saved: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
-    return {
-        name.removeprefix(GIVEN): torch.zeros(shape, dtype=dtype, device="cpu")
-        for name, (shape, dtype) in saved.items()
-        if name.startswith(GIVEN)
-    }
-
-
 def fill(trained: Engine | PlainLoop, folder: Path, check: Check) -> dict[str, Any]:
     """Load a checkpoint that passes `check`; returns its scalars. Raises like `load`."""
     opened = _peek(folder)
@@ -304,7 +296,11 @@ def fill(trained: Engine | PlainLoop, folder: Path, check: Check) -> dict[str, A
     said = None if opened is None else opened.scalars.get(kind)
     boxes = _boxes(trained, opened, said) if opened and isinstance(said, dict) else []
     boxes = _saved(boxes, opened)
-    given = _given(opened.tensors) if boxes and opened else {}
+    given = {
+        name.removeprefix(GIVEN): torch.zeros(shape, dtype=dtype, device="cpu")
+        for name, (shape, dtype) in (opened.tensors.items() if boxes and opened else ())
+        if name.startswith(GIVEN)
+    }
     saved = reading.load(folder, boxes + _of_extra(given, world), world, checked, pages=pages)
     if "values" in saved:
         saved["extra"] = unpack(saved["values"], given)

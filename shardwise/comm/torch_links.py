@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.comm.fake import Fake
 from shardwise.comm.gloo.gloo import Gloo
-from shardwise.comm.gloo.shared import Mailboxes, shared_memory_wanted
+from shardwise.comm.gloo.shared import shared_memory_wanted
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.nccl import Nccl
 from shardwise.comm.start.peers import Peers
@@ -119,11 +119,8 @@ class TorchLinks(Links):
 
     @property
     def shared_bytes(self) -> int:
-        return sum(mailboxes.put_bytes for mailboxes in self._mailboxes())
-
-    def _mailboxes(self) -> list[Mailboxes]:
         gloo = [transport for transport in self.opened.values() if isinstance(transport, Gloo)]
-        return [one.memory.mailboxes for one in gloo if one.memory.mailboxes is not None]
+        return sum(one.memory.mailboxes.put_bytes for one in gloo if one.memory.mailboxes)
 
     def close(self) -> None:
         """Destroy the groups after their last use; a rank that still waits gets an error."""

@@ -117,11 +117,6 @@ def in_blocks(count: int) -> int:
     return -(-count // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def buffer_count(states: int) -> int:
-    """The buffers that stream gradient, master and `states` state tensors; one more converts."""
-    return CHUNKS_AT_ONCE * (2 + states) + 1
-
-
 def chunk_numel(largest: int) -> int:
     """A power of two: at most a quarter of the largest parameter's elements, unless it is tiny."""
     return min(CHUNK_NUMEL, max(LEAST_NUMEL, 2 ** max(0, largest.bit_length() - 3)))
@@ -129,4 +124,5 @@ def chunk_numel(largest: int) -> int:
 
 def reserved_bytes(states: int, element_bytes: int, chunk: int) -> int:
     """The host memory of the buffers, for elements of at most `element_bytes` bytes."""
-    return buffer_count(states) * chunk * element_bytes + ALIGN_BYTES
+    count = CHUNKS_AT_ONCE * (2 + states) + 1  # of gradient, master, states; one more converts
+    return count * chunk * element_bytes + ALIGN_BYTES

@@ -135,7 +135,7 @@ class Engine:
         """Train on this rank's share of the global batch: nested tensors whose dim 0 counts rows.
 
         Tensors on another device than the world's are copied to it. A share without rows, or
-        without tokens, has weight zero.
+        without tokens, has weight zero. If all are, the loss is 0 and nothing is updated.
 
         Raises:
             InputError: a batch that cannot be split; a learning rate that is not finite; in an

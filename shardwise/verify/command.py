@@ -76,7 +76,7 @@ def verify(
     # a wrong name or model raises here, before any rank starts
     made, options = smoke_test(model, plan, options)
     note = batch_norm_note(made, plan)
-    require_bound(model, plan, options)
+    require_room(plan, partial(_predicted, model, options))
     world = init(device) if started else None
     require(plan, None if world is None else world.size)
 
@@ -247,13 +247,8 @@ def _require_seeded(trainable: Trainable) -> None:
         )
 
 
-def require_bound(model: str | Trainable, plan: Plan, options: Options) -> None:
-    """Raise InputError if steps of a proof of `plan` on `model` exceed its bound, by prediction."""
-    require_room(plan, partial(_predicted, model, options))
-
-
 def _predicted(model: str | Trainable, options: Options, plan: Plan) -> Prediction:
-    """For the largest batch of the first rank."""
+    """Of the steps of a proof, for the largest batch of the first rank."""
     trainable = without_dropout(find(model))
     fewest = ROWS_16 if plan.precision in ("bf16", "fp16") else ROWS
     rows = plan.microbatches * max(ROWS, fewest // plan.microbatches)

@@ -78,6 +78,8 @@ def _part(box: Box, oracles: Sequence[Wholes], unit: float, start: Wholes | None
     if start is not None:
         exact = exact - _within(start[name], box).double()
     twice = 2 if _key(name).endswith("_sq") else 1  # a square has twice the error
+    products = alone * exact  # those of a row or a column may agree
+    sums = [products.sum(dim) for dim in range(products.dim()) if products.dim() > 1]
     return Part(
         name,
         exact.numel(),
@@ -88,15 +90,9 @@ def _part(box: Box, oracles: Sequence[Wholes], unit: float, start: Wholes | None
         rounds=unit * twice,
         replica=box.replica,
         independent=min(independent(alone), independent(exact)) / twice,
-        drift=_number(float((alone * exact).sum())),
-        drift_varies=_variance(alone * exact),
+        drift=_number(float(products.sum())),
+        drift_varies=max(_squares(x) for x in (products, *sums)),
     )
-
-
-def _variance(products: Tensor) -> float:
-    """The variance of the sum of these numbers, if the numbers of a row or a column may agree."""
-    of = [products, *(products.sum(dim) for dim in range(products.dim()) if products.dim() > 1)]
-    return max((_squares(x) for x in of), default=0.0)
 
 
 def independent(errors: Tensor) -> float:

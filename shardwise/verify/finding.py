@@ -14,7 +14,7 @@ from shardwise.verify.oracles.batches import Loads
 from shardwise.verify.oracles.textbook import Uses
 
 if TYPE_CHECKING:
-    from shardwise.verify.memory_proof import Memory
+    pass
 
 # --- the bytes that a rank sends: counted, of a dry run, and by the closed forms ------------------
 
@@ -186,16 +186,6 @@ class Finding:
             self,
             memory_measured=self.memory_measured | {n: read for n, (read, _) in broken.items()},
             memory_predicted=self.memory_predicted | {n: most for n, (_, most) in broken.items()},
-        )
-
-    def with_costs(self, more: "Memory") -> "Finding":
-        """These results with the costs of another engine; the bytes shown are those that differ."""
-        return replace(
-            self,
-            costs=replace(more.costs if self.costs.hold else self.costs, peaks=more.costs.peaks),
-            memory_measured=self.memory_measured | more.read,
-            memory_predicted=self.memory_predicted | more.theory,
-            strays=more.strays,
         )
 
 

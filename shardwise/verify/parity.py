@@ -106,7 +106,14 @@ def _prove(
             routed.finish()  # as the evaluation does
         return routed.step(equal_batch(trainable, engine, step), SEED + step)
 
-    return found.with_costs(over_steps(engine, live, batch, dry(clip), own, loads))
+    over = over_steps(engine, live, batch, dry(clip), own, loads)
+    return replace(  # the bytes shown are those that differ
+        found,
+        costs=replace(over.costs if found.costs.hold else found.costs, peaks=over.costs.peaks),
+        memory_measured=found.memory_measured | over.read,
+        memory_predicted=found.memory_predicted | over.theory,
+        strays=over.strays,
+    )
 
 
 def equal_batch(trainable: Trainable, engine: Engine, step: int) -> Any:

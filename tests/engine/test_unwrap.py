@@ -25,10 +25,6 @@ WAYS = ["FULL_SHARD", "DDP", "SHARD_GRAD_OP", "HYBRID_SHARD"]
 State = dict[str, Tensor]
 
 
-def ranks_under(how: str) -> int:
-    return 4 if how == "HYBRID_SHARD" else 2
-
-
 def train(model: nn.Module, rank: int, first: int = 0, count: int = 2) -> None:
     optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in steps(optim, count):
@@ -86,7 +82,7 @@ def given_back(world: World, how: str) -> dict[str, Any]:
 @pytest.mark.parametrize("how", WAYS)
 def test_unwrap_gives_the_module_back_as_it_was(how: str):
     """Names, objects, shapes and whole values; no hook is left; one process trains it."""
-    for facts in run_threads(ranks_under(how), given_back, how):
+    for facts in run_threads(4 if how == "HYBRID_SHARD" else 2, given_back, how):
         assert all(facts.values()), facts
 
 

@@ -69,10 +69,6 @@ def odd(weight: Tensor) -> nn.Module:
     return module
 
 
-def renormed() -> nn.Module:
-    return nn.Sequential(nn.Embedding(4, 2, max_norm=1.0))
-
-
 #: Arguments of `parallelize`.
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"plan": 2}, r'Plan\.parse\(2\).*"dp2 zero3"'),
@@ -118,7 +114,7 @@ MODELS: list[tuple[Callable[[nn.Module], Any], str]] = [
     (lambda _: sw.FSDP(odd(torch.eye(2).to_sparse())), "of the layout sparse_coo"),
     (lambda _: sw.Pipe(odd(Tagged(torch.eye(2)))), "is a Tagged"),
     (lambda _: given()(nn.LazyLinear(2)), "weight is of a lazy layer.*with one batch first"),
-    (lambda _: given()(renormed()), r"0 with max_norm=1\.0"),
+    (lambda _: given()(nn.Sequential(nn.Embedding(4, 2, max_norm=1.0))), r"0 with max_norm=1\.0"),
     (lambda m: given()(sw.DDP(m, alone())), "wrapped already"),
     *(
         (

@@ -1,8 +1,11 @@
 """Forward passes that stages cannot follow, named with what does it and what to write instead."""
 
+import sys
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,9 +22,13 @@ TWO = ("blocks.2",)
 
 
 class Keeper(Block):
+    def __init__(self, *of: "Keeper") -> None:
+        super().__init__()
+        self.of = of
+
     def forward(self, x: Tensor) -> Tensor:
         self.kept = super().forward(x)
-        return self.kept * 2
+        return self.kept * 2 + sum(each.kept for each in self.of)
 
 
 class Split(Block):
@@ -44,6 +51,13 @@ def splits(model: Any, x: Tensor) -> Tensor:
 def reads(model: Any, x: Tensor) -> Tensor:
     x = model.blocks[0](x) * 2
     return Stack.forward(model, x) if x.sum() > 0 else x
+
+
+def captures(model: Any, x: Tensor) -> Tensor:
+    collector = SimpleNamespace(get=lambda: {"attentions": []})
+    capturing: Any = SimpleNamespace(_active_collector=collector)
+    with patch.dict(sys.modules, {"transformers.utils.output_capturing": capturing}):
+        return Stack.forward(model, x)
 
 
 def views(model: Any, x: Tensor) -> Tensor:
@@ -122,6 +136,11 @@ FOLLOWED: list[tuple[Callable[[], nn.Module], str]] = [
         r"layer of stage 0, called in stage 1.*before defined after blocks\.3",
     ),
     (lambda: stack(keeps, before=Keeper()), r"no layer has returned.*return x, extra"),
+    (
+        lambda: stack(Stack.forward, keeper := Keeper(), Block(), Keeper(keeper)),
+        r"blocks\.2, of stage 1, .* blocks\.0, of stage 0, has left .* extra in blocks\.0, and",
+    ),
+    (lambda: stack(captures), r"returns attentions.*output_attentions=False"),
     (lambda: stack(views), r"__getitem__ after blocks\.0, made in stage 0.*in stage 1"),
     (lambda: stack(table), r"the buffer Forward\.table that .* another tensor.*x\[:, 0\] = y"),
     (lambda: stack(early), r"blocks\.3\.up\.weight, of stage 1, used by __getitem__"),

@@ -190,10 +190,6 @@ def test_what_is_given_replaces_what_the_model_has():
     assert model_of("gpt", None, None, None) == "gpt"
 
 
-def row_each(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).sum(1)
-
-
 def number(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).sum().item()
 
@@ -224,7 +220,7 @@ def single(model: nn.Module, batch: Tensor) -> Tensor:
         (linear, lambda rows, _: torch.ones(rows, 2) / 0 * 0, mean, "the loss is not finite"),
         (linear, lambda *_: sys.exit(3), mean, "SystemExit: 3 .test_options.py"),
         (linear, ROWS, single, "step in fp64 .* must have the same dtype"),
-        (linear, ROWS, row_each, r"a loss that returns a tensor of shape \(2,\)"),
+        (linear, ROWS, lambda m, x: m(x).sum(1), r"a loss that returns a tensor of shape \(2,\)"),
         (linear, ROWS, number, "a loss that returns a float"),
         (gpt, ROWS, mean, 'the model "gpt", whose step in fp64 on one process gives'),
     ],

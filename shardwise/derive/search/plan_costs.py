@@ -26,7 +26,6 @@ from shardwise.core.plan.words import size_text
 from shardwise.core.schedule.library import allowed, entry
 from shardwise.core.zero import ROWS, bytes_per_parameter
 from shardwise.derive.search.result import Candidate, RankedPlan, RefusedPlan
-from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.prediction.cluster import Cluster
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.time.issued import Operation
@@ -246,10 +245,6 @@ class PlanCosts:
         """A lower bound of the peak memory, in closed form."""
         return int(max(self._by_place(candidate).values()))
 
-    def likely_bytes(self, candidate: Candidate) -> float:
-        """The same, times what predictions exceeded it by at least."""
-        return self.least_bytes(candidate) * min(self.ratios, default=1.0)
-
     def _by_place(self, candidate: Candidate) -> dict[int, float]:
         """That of each pipeline rank that may store most: stored states and kept activations.
 
@@ -315,7 +310,8 @@ class PlanCosts:
         those of blocks.
         """
         (few, more), blocks = DEPTHS, self.model.blocks
-        states = _state_tensors(self.model.options.spec)
+        state = self.model.options.spec.first_state(0, (2, 3), torch.float32).values()
+        states = sum(isinstance(x, Tensor) and x.shape == (2, 3) for x in state)
         first = self._costs(self.model.one_row(plan, few if blocks else None))
         if blocks is None:
             return ModelCosts(first, _weighted((0.0, first)), states)
@@ -346,12 +342,6 @@ class PlanCosts:
         computing_s = sum(x.done_flops / self.cluster.flops_per_s(precision(x)) for x in products)
         moved_bytes = sum(each.moved_bytes for each in operations if not each.done_flops)
         return computing_s + SHARED * moved_bytes / self.cluster.bytes_per_s
-
-
-def _state_tensors(spec: OptimizerSpec) -> int:
-    """The optimizer states of the size of a parameter, of the first group."""
-    state = spec.first_state(0, (2, 3), torch.float32).values()
-    return sum(isinstance(x, Tensor) and x.shape == (2, 3) for x in state)
 
 
 def _times(part: float, copies: Iterable[Copy]) -> list[Copy]:

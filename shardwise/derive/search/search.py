@@ -117,7 +117,7 @@ def _predicted(
             break
         if any(each in fitting for each in _keeping_more(candidate)):
             continue
-        if costs.likely_bytes(candidate) > costs.room:
+        if costs.least_bytes(candidate) * min(costs.ratios, default=1.0) > costs.room:
             large.append(candidate)
         else:
             predict(candidate)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.core.errors import InputError, bad
+from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import short_repr
 
 _PLAIN: Final = (bool, int, float, str, type(None))
@@ -59,7 +59,11 @@ def pack(value: Any, what: str, path: str, tensors: dict[str, Tensor] | None) ->
     if scalar is not None:
         return scalar
     if found is None or tensors is None:
-        raise _refused(value, what, path)
+        raise bad(
+            f"{what}, in which '{path}' is a {type(value).__name__} ({short_repr(value)})",
+            ALLOWED,
+            "a number, a text or a tensor in its place, from which the program makes it again",
+        )
     name = path.replace("/", "|")
     while name in tensors:  # the keys 1 and "1"
         name += "'"
@@ -84,14 +88,6 @@ def _tensor(value: Any) -> Tensor | None:
         return torch.from_numpy(np.array(value, order="C")) if type(value) is np.ndarray else None
     except (TypeError, ValueError):  # texts, dates, objects, another order of bytes
         return None
-
-
-def _refused(value: Any, what: str, path: str) -> InputError:
-    return bad(
-        f"{what}, in which '{path}' is a {type(value).__name__} ({short_repr(value)})",
-        ALLOWED,
-        "a number, a text or a tensor in its place, from which the program makes the object again",
-    )
 
 
 def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:

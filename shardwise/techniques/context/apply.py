@@ -1,5 +1,6 @@
 """Context parallelism in an engine: its axes, this rank's positions, and its attention."""
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,8 @@ def _axes(world: World, plan: Plan) -> tuple[Axis, Axis, Axis]:
 
 def require_model(model: nn.Module, plan: Plan) -> bool:
     """Whether labels are shifted inside the model: a decoder of transformers."""
-    ours = [m for m in model.modules() if any(_is_pretrained(kind) for kind in type(m).__mro__)]
+    base = sys.modules.get("transformers.modeling_utils")
+    ours = [m for m in model.modules() if base and isinstance(m, base.PreTrainedModel)]
     for module in ours:
         config = getattr(module, "config", None)
         kind = getattr(config, "_attn_implementation", None)
@@ -77,10 +79,6 @@ def require_model(model: nn.Module, plan: Plan) -> bool:
             )
     causal = {getattr(module, "is_causal", None) for module in model.modules()} - {None}
     return bool(ours) and causal == {True}
-
-
-def _is_pretrained(kind: type) -> bool:
-    return kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
 
 
 class PositionShards(Applied):

@@ -203,17 +203,14 @@ def _share_out(root: nn.Module, specs: list[UnitSpec]) -> None:
         if len(users[p]) == 1:
             users[p][0].params.append((name, p))
             continue
-        owners = [owner for owner, m in root.named_modules() if _owns(m, p)]
+        own = {owner: {*m.parameters(recurse=False)} for owner, m in root.named_modules()}
+        owners = [owner for owner, params in own.items() if p in params]
         where = _common(owners)
         while where and not runs(root.get_submodule(where)):  # nobody calls it: no hook would fire
             where = where.rpartition(".")[0]
         spec = common.setdefault(where, UnitSpec(where, [root.get_submodule(where)], True))
         spec.params.append((name, p))
     specs[:0] = list(common.values())
-
-
-def _owns(module: nn.Module, p: nn.Parameter) -> bool:
-    return any(own is p for own in module.parameters(recurse=False))
 
 
 def _common(names: list[str]) -> str:

@@ -55,7 +55,9 @@ class Stages:
                 return follow.finish(several=1 < len(layers.own_stages) < layers.count)
 
     def _hooked(self, error: Exception) -> Exception:
-        names = [of.name for of in self.layers.standing if _hooks(of.twin)]
+        every = ((of.name, module) for of in self.layers.standing for module in of.twin.modules())
+        hooks = ((name, hook) for name, module in every for hook in module._forward_hooks.values())
+        names = [*dict.fromkeys(name for name, hook in hooks if not isinstance(hook, Absent))]
         if isinstance(error, InputError) or not names:
             return error
         return bad(
@@ -122,8 +124,3 @@ def _own_cache() -> Iterator[None]:
         yield
     finally:
         parametrize._cache = before
-
-
-def _hooks(layer: nn.Module) -> bool:
-    tables = (module._forward_hooks.values() for module in layer.modules())
-    return any(not isinstance(hook, Absent) for table in tables for hook in table)

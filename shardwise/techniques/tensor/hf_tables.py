@@ -191,15 +191,9 @@ def _sequence(model: nn.Module, cut: set[str]) -> dict[str, str]:
             if any(other.startswith(f"{name}.") for other in cut):
                 styles[name] = "gather"
             else:
-                styles |= dict.fromkeys(_holders(part, name), "sequence")
+                modules = part.named_modules(prefix=name)
+                holders = [n for n, m in modules if list(m.parameters(recurse=False))]
+                styles |= dict.fromkeys(holders, "sequence")
     names = [name for name, _ in model.named_modules()]
     found = by_pattern(styles, names)
     return {f"{base}layers.0": "split"} | found | {f"{base}norm": "sequence"}
-
-
-def _holders(module: nn.Module, called: str) -> list[str]:
-    return [
-        f"{called}.{name}" if name else called
-        for name, part in module.named_modules()
-        if list(part.parameters(recurse=False))
-    ]

@@ -92,7 +92,9 @@ class Mixture:
         elif name in ("topk-softmax-after", "noisy-topk"):
             if name == "noisy-topk" and self.layer.training:
                 spread = functional.softplus(functional.linear(x_ND, self.layer.spread.weight))
-                logits_NE = logits_NE + self._normal(len(x_ND)).to(logits_NE) * spread
+                draws = self._uniform(range(len(x_ND) * self.gate.experts))
+                normal = torch.special.ndtri(torch.tensor(draws, dtype=torch.float64))
+                logits_NE = logits_NE + normal.view(len(x_ND), -1).to(logits_NE) * spread
                 p_NE = logits_NE.softmax(-1)
             experts = logits_NE.topk(k).indices
             weights = logits_NE.gather(-1, experts).softmax(-1)
@@ -172,10 +174,6 @@ class Mixture:
         key += int(self.layer.passes)
         self.layer.passes += 1
         return [((_mixed(n, key) >> 12) + 0.5) / (1 << 52) for n in numbers]
-
-    def _normal(self, n: int) -> Tensor:
-        draws = self._uniform(range(n * self.gate.experts))
-        return torch.special.ndtri(torch.tensor(draws, dtype=torch.float64)).view(n, -1)
 
     # --- losses -------------------------------------------------------------------------------
 

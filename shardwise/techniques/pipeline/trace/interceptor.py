@@ -204,6 +204,11 @@ class StandIn(nn.Module):
         vars(self)["_of"] = of
         del vars(self)["training"]  # the layer's
 
+    @property
+    def __class__(self) -> type:
+        """The layer's: a forward may choose by `isinstance(layer, Attention)`."""
+        return type(vars(self)["_of"].twin)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Hooks that a loss or a forward registers here run between the layers, as glue."""
         if self._backward_hooks or self._backward_pre_hooks:

@@ -102,15 +102,12 @@ def _walk(
 
 def _is_layer(module: nn.Module) -> bool:
     runs = type(module).forward is not nn.Module.forward
-    return runs and (next(module.parameters(), None) is not None or _persists(module))
-
-
-def _persists(module: nn.Module) -> bool:
-    return any(
+    persists = any(
         b is not None and key not in m._non_persistent_buffers_set
         for m in module.modules()
         for key, b in m._buffers.items()
     )
+    return runs and (next(module.parameters(), None) is not None or persists)
 
 
 def _check(model: nn.Module, starts: Sequence[str], calls: Calls) -> None:

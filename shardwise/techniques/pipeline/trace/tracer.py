@@ -30,6 +30,7 @@ from shardwise.core.tools.tree import leaves, mapped
 from shardwise.techniques.pipeline.stage import UNKNOWN, Unanswered
 from shardwise.techniques.pipeline.stage_io import ForwardStep, Spec, StageTrace, crossing, maker
 from shardwise.techniques.pipeline.trace.answers import ASKED, READS, answers, by_numbers, masks
+from shardwise.techniques.pipeline.trace.back_doors import require_arguments, require_no_capture
 from shardwise.techniques.pipeline.trace.interceptor import Of, Seen, line, name_of
 from shardwise.techniques.pipeline.trace.outside_buffers import (
     OutsideBuffers,
@@ -88,6 +89,7 @@ class Tracer:
         self.written: list[set[int]] = [set() for _ in range(self.count)]
         self.kept: list[Tensor] = []
         self.answers: list[Any] = []  # what the forward read from the batch
+        self.nodes: dict[Any, tuple[int, str]] = {}  # of autograd: the stage, the layer
 
     # --- operations and layers ----------------------------------------------------------------
 
@@ -172,18 +174,20 @@ class Tracer:
                 "bf16 in the plan",
             )
         require_no_transform(f"{of.name} of a pipeline")
+        require_no_capture()
         if self.stage < stage:
             self._close()
             self.stage = stage
         self.last = of.name
         require_unpacked(of.name, (args, kwargs))
         inputs, metas, on_meta, named = self._on_meta(of.name, args, kwargs)
-        versions = [x._version for x in metas]
+        versions, before = [x._version for x in metas], [x.grad_fn for x in metas]
         try:
             with META:
                 out = of.twin(*on_meta, **named)
         except RuntimeError:  # it reads numbers, for example
             out, versions = self._run(of.twin, inputs, metas, args, kwargs)
+        require_arguments(of.name, self.stage, leaves(out, Tensor), before, self.nodes)
         require_unpacked(of.name, out)
         if "forward" in vars(of.twin):
             self.assumed.append(of.name)
@@ -364,7 +368,7 @@ class Tracer:
             f"{', '.join(dict.fromkeys(self.assumed))}, which cannot run on the meta device, were "
             "assumed to return a tensor like their first",
             "layers whose output shapes follow from their input shapes, or equal the first input's",
-            "pp1, or layers that return one tensor of the shape of their input (no router logits)",
+            "pp1, or layers that return one tensor of the shape of their input",
         )
 
     def _unknown(self, func: Any, inputs: Sequence[Tensor]) -> InputError:
