@@ -11,14 +11,11 @@ import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from shardwise.callbacks.callback import END_S, Callback, RunFacts
 from shardwise.core.errors import bad
 from shardwise.core.tools.tree import dotted
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 PACKAGES: Final = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
 FOLDER: Final = "shardwise.folder"  # the MLflow tag by which a resumed run finds itself
@@ -32,7 +29,7 @@ class TensorBoard(Callback):
 
     def __init__(self, folder: str | Path | None = None) -> None:
         self._folder = folder
-        self._board: SummaryWriter | None = None
+        self._board: Any = None
 
     def run_began(self, run: RunFacts) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -41,9 +38,8 @@ class TensorBoard(Callback):
         self._board = SummaryWriter(str(folder), purge_step=run.step + 1)
 
     def step_ended(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._board is not None:
-            for name, value in metrics.items():
-                self._board.add_scalar(name, value, step)
+        for name, value in metrics.items():
+            self._board.add_scalar(name, value, step)
 
     evaluated = step_ended
 

@@ -193,9 +193,7 @@ def planned_save(
     *,
     frozen: bool = True,
 ) -> PlannedSave:
-    """The save of the state with these scalars and further boxes; without the `frozen` weights, if
-    the caller can make them again. Raises like PlannedSave.
-    """
+    """The save of the state; without the `frozen` weights, if the caller can make them again."""
     trained.world.background.settle(folder)
     if isinstance(trained, Engine):
         trained.wait()

@@ -277,9 +277,7 @@ def plain(text: str) -> str:
 
 
 def unwritten(error: OSError | RuntimeError, folder: Path) -> OSError:
-    """The operating system's error behind a failed write. If the disk is full, torch's zip writer
-    fails again when it is closed, with an error about positions in a C++ stream.
-    """
+    """The operating system's error behind a failed write, which torch's zip writer hides."""
     for cause in causes(error):
         if isinstance(cause, OSError):
             return cause
@@ -306,9 +304,7 @@ def damaged(file: Path, why: str) -> InputError:
 
 @contextmanager
 def reading(file: Path) -> Iterator[Path]:
-    """Any error in the block is an InputError about the file, which cannot be read or is damaged.
-    A damaged pickle, archive or JSON can raise any error.
-    """
+    """Any error in the block is an InputError about the file: a damaged one can raise any error."""
     try:
         yield file
     except InputError:
@@ -320,9 +316,7 @@ def reading(file: Path) -> Iterator[Path]:
 
 
 def _unread(file: Path, error: OSError) -> InputError:
-    """A file that could not be read is damaged only if it is missing or no regular file. Without
-    permission, or while a disk or a server does not answer, its contents may be right.
-    """
+    """A file is damaged only if it is missing or no regular one; else its contents may be right."""
     why = error.strerror or str(error)
     if error.errno in (errno.ENOENT, errno.EINVAL, errno.ENOTDIR, errno.EISDIR, errno.ELOOP):
         return damaged(file, "it is not there" if error.errno == errno.ENOENT else why)

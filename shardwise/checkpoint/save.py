@@ -45,9 +45,7 @@ def together(
     world: World,
     failed: Callable[[Mapping[int, BaseException]], BaseException],
 ) -> list[T]:
-    """The results of all ranks. Called by all of them; raises on each what `failed` returns for the
-    failures by rank.
-    """
+    """The results of all ranks; raises on each what `failed` returns for the failures by rank."""
     own: tuple[T | None, BaseException | None]
     try:
         own = act(), None
@@ -238,9 +236,7 @@ def described(trained: Engine | PlainLoop) -> dict[str, Any]:
 
 
 def _plain(config: Any) -> dict[str, Any] | None:
-    """A configuration of transformers, or a dataclass, as a JSON object; None if JSON has no such
-    value in it.
-    """
+    """A configuration of transformers, or a dataclass, as a JSON object; None if it is no JSON."""
     try:
         if hasattr(config, "to_json_string"):
             return json.loads(config.to_json_string())

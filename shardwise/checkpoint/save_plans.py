@@ -42,9 +42,7 @@ Block = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes in the full
 
 @dataclass
 class Pages:
-    """Calls `release` after each EVERY_BYTES of tensors that were `seen`. States on a disk are
-    mapped: pages that are read or written count as memory of the process, up to all states.
-    """
+    """Calls `release` after each EVERY_BYTES of mapped tensors that were `seen` in memory."""
 
     release: Callable[[], None] = lambda: None
     since_bytes: int = 0

@@ -119,9 +119,7 @@ def fill_from(folder: object) -> WeightsFolder:
 
 @contextmanager
 def new_folder(to: Path, allowed: Sequence[str], *, overwrite: bool) -> Iterator[Path]:
-    """A folder to write to, renamed to `to` when the block ends without an error, else removed.
-    An existing folder is unchanged until then. What a killed writer left is removed first.
-    """
+    """A folder to write to, renamed to `to` at the end without an error, else removed."""
     if to.name in ("", ".."):  # "." and "/" too
         allowed = "a new folder, with a name of its own"
         raise bad(f"the folder '{to}', which exists", allowed, f"--to {beside(to)}")

@@ -376,9 +376,7 @@ EXAMPLES: Final[Mapping[str, str]] = {
 
 
 def answer(error: Any, program: str) -> str:
-    """What is wrong in the command line, and a line that works. For an empty command line, the
-    help, unless the library has shown it.
-    """
+    """What is wrong in the command line, and a line that works; for an empty one, the help."""
     message = " ".join(str(error.format_message()).split())
     if type(error).__name__ == "NoArgsIsHelpError":
         return str(error.format_message())

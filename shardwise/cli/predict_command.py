@@ -111,9 +111,7 @@ def new_console() -> Console:
 def numbers_of(
     found: "Prediction", model: str, began: float, cluster: "Cluster | None" = None
 ) -> dict[str, Any]:
-    """The keys of `shardwise predict --json` that the prediction itself gives. `began` is the
-    time.perf_counter() at the start of the command.
-    """
+    """What `predict --json` prints of a prediction; `began` is the perf_counter of the command."""
     return {
         "plan": str(found.plan),
         "model": model,

@@ -144,9 +144,7 @@ def engine_on(request: PredictRequest, world: "World") -> "tuple[Engine, Any]":
 
 
 def _allocator(device: "torch.device") -> dict[str, int]:
-    """The peaks of CUDA's caching allocator; nothing for other devices. `inactive_split_bytes` are
-    free, but in blocks of which another part is in use.
-    """
+    """The peaks of CUDA's caching allocator; nothing for other devices."""
     from torch import cuda
 
     if device.type != "cuda":

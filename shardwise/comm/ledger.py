@@ -111,9 +111,7 @@ def rank_bytes(lines: dict[Key, Tally]) -> int:
 def volume(
     kind: str, numel: int, ranks: int, rank: int, root: int = 0, counts: Sequence[int] = ()
 ) -> tuple[int, int]:
-    """Elements that `rank` sends, and the number of ranks that receive some of them.
-    `numel` elements are passed to the call, `counts[r]` of them to rank r in an all_to_all.
-    """
+    """Elements that `rank` sends of `numel`, or of `counts` to each rank, and to how many ranks."""
     others = ranks - 1
     match kind:
         case "all_reduce":

@@ -75,9 +75,7 @@ def settle(device: torch.device) -> None:
 
 
 def slow_ranks(seconds: Mapping[tuple[int, int], float]) -> dict[int, float]:
-    """The ranks whose links are all slow, with the time of the fastest one relative to the median
-    of the links between others; none of two ranks.
-    """
+    """Ranks whose fastest link takes more than SLOW times the median of links between others."""
     found: dict[int, float] = {}
     for r in sorted({rank for pair in seconds for rank in pair}):
         own = [s for pair, s in seconds.items() if r in pair]

@@ -306,9 +306,7 @@ def begin_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending[Tensor]:
 
 
 def broadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
-    """Overwrite contiguous `x` with that of rank `root`, which sends it n-1 times; returns `x`.
-    It is sent as bytes, since gloo does not know every dtype.
-    """
+    """Overwrite contiguous `x` with that of rank `root`; gloo sends bytes of any dtype."""
     if axis.size > 1 and x.numel():
         axis.transport.broadcast(x.view(-1).view(torch.uint8), root).wait()
     return x

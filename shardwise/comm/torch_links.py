@@ -57,9 +57,7 @@ class TorchLinks(Links):
     def transport(
         self, axis: str, lines: Sequence[Sequence[int]], rank: int, queue: str = "now"
     ) -> Transport:
-        """The transport of the line of `rank`, with the world's backend.
-        Every rank asks for the same lines in the same order, so all ranks open the same groups.
-        """
+        """The transport of the line of `rank`; ranks ask for the same lines in order."""
         keys = [(tuple(line), queue) for line in lines]
         self.users.update(keys)
         self._open(axis, [key for key in keys if len(key[0]) > 1 and key not in self.opened])

@@ -175,9 +175,7 @@ class World:
         return replace(own, arenas=Arenas(), number=self.links.root.meshes).beside(mesh)
 
     def beside(self, mesh: Mesh, suffix: str = "") -> "World":
-        """This world with the axes of `mesh` alone, and the same ledger, pool, arenas and tiers.
-        Bytes are counted under the names of the axes and `suffix`.  All ranks must call it.
-        """
+        """This world with the axes of `mesh` alone, named with `suffix`. All ranks must call it."""
         axes = tuple(
             self.across(f"{name}{suffix}", mesh.lines(name)) for name, size in mesh.axes if size > 1
         )
@@ -202,9 +200,7 @@ class World:
         return replace(axis, open_way=open_way) if self.links.root.in_order else axis
 
     def within(self, name: str, groups: Sequence[Sequence[int]], called: str = "") -> Axis:
-        """The ranks of axis `name` that are in the same group as this one.  All ranks must call it.
-        `groups` divides the ranks of the axis.  Bytes are counted under `called` or its name.
-        """
+        """The ranks of axis `name` in the same one of `groups` as this one. All ranks call it."""
         called = called or self.axis(name).name
         if all(len(group) == 1 for group in groups):
             return Axis(called, ledger=self.ledger)

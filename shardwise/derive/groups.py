@@ -242,9 +242,7 @@ def keeps_shapes(
 
 
 def _on_tensor_axis(plain: nn.Module, plan: Plan, rank: int, table: Table | None) -> nn.Module:
-    """A copy of a plain model, sharded for `rank` under the styles of `table`; nothing is sent.
-    It is on the device of `plain` (meta or CPU).
-    """
+    """A copy of a plain model, sharded for `rank` under the styles of `table`; nothing is sent."""
     on_meta = any(p.is_meta for p in plain.parameters())
     laid_out = (meta_copy if on_meta else value_copy)(plain)
     ranks = plan.mesh.size_of(TENSOR)

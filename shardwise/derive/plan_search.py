@@ -52,15 +52,11 @@ class SearchedModel:
         self.tables = dict[tuple[int, int | None], Any]()
 
     def of(self, plan: Plan, rows: int, rank: int = 0, depth: int | None = None) -> Prediction:
-        """That of a rank, with microbatches of `rows` rows, of a copy with `depth` blocks.
-        Raises InputError if it cannot run.
-        """
+        """That of a rank, with microbatches of `rows` rows, of a copy with `depth` blocks."""
         return self.predicted(plan, rows, depth).on(rank)
 
     def one_row(self, plan: Plan, depth: int | None) -> Prediction:
-        """That of one row on one data rank, without a pipeline, on the axes within layers of
-        `plan`, recomputed like it; of a copy with `depth` blocks.
-        """
+        """That of one row on the tensor and context axes of `plan` alone, recomputed like it."""
         axes = ("dp", 1), (TENSOR, plan.mesh.size_of(TENSOR))
         own = replace(PLAIN, axes=axes, context=plan.context, sp=plan.sp, recompute=plan.recompute)
         return self.of(own, 1, depth=depth)

@@ -206,9 +206,7 @@ def _with_sets(
     known: Mapping[str, ModuleShape],
     runs: Callable[[Table], bool],
 ) -> Table | None:
-    """The table with the fewest attributes in `sets` with which the sharded model runs, if any.
-    Candidates are the integers of a block with sharded layers that count heads or query features.
-    """
+    """The table with the fewest attributes in `sets` with which the sharded model runs."""
     if runs(table):
         return table
     if table.heads is None or table.keys is None:

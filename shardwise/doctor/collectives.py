@@ -101,9 +101,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Timing:
-    """One collective on one axis: for each size of a tensor, the most bytes that a rank sends, and
-    the slowest rank's time.
-    """
+    """One collective on one axis: by size, the most bytes that a rank sends, and the time."""
 
     axis: str
     collective: str

@@ -27,7 +27,7 @@ from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine
 from shardwise.engine.predict import predict_with
 from shardwise.models import gpt
-from shardwise.prediction.time.issued import Operation
+from shardwise.prediction.prediction import Operation
 from shardwise.prediction.time.network import PRECISIONS
 
 Act = Callable[[], object]

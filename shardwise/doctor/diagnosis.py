@@ -206,9 +206,7 @@ class Diagnosis:
 
 
 def measured_cluster(found: Diagnosis) -> Cluster:
-    """The cluster for `shardwise predict --cluster FILE`: median devices; links by the lines of
-    `send` within and across hosts; collectives relative to what such links would take.
-    """
+    """The cluster for `predict --cluster FILE`: median devices, links by the lines of `send`."""
     hosts = list(found.hosts.values())
     local = max(map(len, hosts))
     inside, between = _links(found, hosts)

@@ -134,9 +134,7 @@ def _same_length(
 
 
 def gathered(x: Tensor, world: World, data_rank: int, rows: int) -> Tensor:
-    """The rows of all data ranks in their order, no more than the shares' `rows` in all.
-    Called by all ranks; dims after the first are equal.
-    """
+    """The rows of all data ranks in order, at most the shares' `rows`. All ranks call it."""
     own = torch.tensor([data_rank, rows, len(x)], device=world.device)
     marks = [mark.tolist() for mark in all_gather(own, world.everyone)]
     longest = max(length for _, _, length in marks)

@@ -78,9 +78,7 @@ class MicrobatchTallies:
         self.before = now
 
     def middle(self, plan: Plan) -> Tallies:
-        """Those of as many microbatches as alternate between chunks, neither the first nor the last
-        ones, if there are others.
-        """
+        """Those of a turn of microbatches between chunks, from the middle of the step."""
         run, size = self.runs[len(self.runs) // 2], _alternating(plan)
         first = _microbatches(plan) // size // 2 * size
         found: Tallies = {}
@@ -99,9 +97,7 @@ class MicrobatchTallies:
 
 
 def _is_steady(plan: Plan) -> bool:
-    """Whether each microbatch in the middle of the schedule sends the same: no update is among
-    them, and no chunk gathers its units anew.
-    """
+    """Whether microbatches in the middle send the same: no update, and no units gathered anew."""
     updated = updates(plan.pipeline, plan.mesh.size_of(PIPELINE))
     return not updated and not (_gathers(plan) and _alternating(plan) > 1)
 
@@ -337,9 +333,7 @@ def on_few(
     *,
     brief: bool = False,
 ) -> tuple[T, str]:
-    """The result of `act(run, batch)` with few microbatches, as those of `dry_step`, and a note on
-    what it depends on. Raises InputError like `DryRuns`.
-    """
+    """The result of `act(run, batch)` with few microbatches, and a note on what it depends on."""
     few = _few(plan, batch, options, rank, brief=brief)
     dry = DryRuns(model, few.plan, options, rank)
     return dry.within(few.batch, lambda run: act(run, few.batch)), dry.note
@@ -433,7 +427,5 @@ def _is_possible(schedule: str, stages: int) -> bool:
 
 
 def _least(number: int, least: int, turn: int = 1) -> int:
-    """The least divisor of `number` that is `least` or more, and a multiple of `turn`; the number
-    itself if none is.
-    """
+    """The least divisor of `number` from `least` up that is a multiple of `turn`, or `number`."""
     return next((n for n in range(least, number) if number % n == n % turn == 0), number)

@@ -103,9 +103,7 @@ def _key(value: Any) -> Any:
 
 
 def _shape(out: Any, inputs: set[int]) -> Any:
-    """Sizes, strides and dtype of each result.
-    None if one is in the memory of an input, or in more memory than it needs.
-    """
+    """Sizes, strides and dtype of each result; None if one has other memory than its own."""
     if isinstance(out, tuple | list):
         found = [_shape(x, inputs) for x in out]
         return None if None in found else found

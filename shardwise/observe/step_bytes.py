@@ -31,10 +31,10 @@ from shardwise.engine import memory
 from shardwise.engine.engine import Engine
 from shardwise.observe.meta_pass import known_by
 from shardwise.observe.work import UNWRITTEN, call_tensors, in_backward, moves_nothing, operation_of
-from shardwise.prediction.time.issued import Begun, Issued, Operation, Waited
+from shardwise.prediction.prediction import Begun, Issued, Operation, Waited
 from shardwise.techniques.recompute.checkpointed import computes_again
 
-# --- what a rank issues (prediction/time/issued.py) -----------------------------------------------
+# --- what a rank issues (prediction/prediction.py) -----------------------------------------------
 #
 # kernels     the operations of forward and backward passes, on tensors of the model's device
 # messages    of transports that only count (comm/fake.py), and copies between tiers

@@ -29,7 +29,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from shardwise.prediction.time.issued import Operation
+from shardwise.prediction.prediction import Operation
 
 #: Operations that read of their first argument only as much as they write.
 LOOKUPS: Final = ("embedding", "index", "index_select", "gather", "nll_loss_forward")

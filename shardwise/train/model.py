@@ -114,9 +114,7 @@ def _as_built(prepared: PreparedRun, engine: Engine) -> EngineOptions:
 
 
 def optimizer_of(train: TrainSection, model: nn.Module) -> OptimizerSpec:
-    """The optimizer that [train] names, without weight decay for norms and biases (vectors). Muon
-    is scaled so that AdamW's rates fit.
-    """
+    """The optimizer that [train] names, without weight decay for vectors."""
     decayed = {n for n, p in model.named_parameters(remove_duplicate=False) if p.ndim > 1}
     options: dict[str, Any] = {"lr": train.lr, "weight_decay": train.weight_decay}
     groups = without_decay(model, decayed)

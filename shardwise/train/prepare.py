@@ -183,9 +183,7 @@ def prepare(
 
 @contextmanager
 def hold_folder(config: Config, start: RunStart, patience_s: float = 0.0) -> Iterator[RunStart]:
-    """Hold the lock on the run's folder; yields `start` with `auto` resolved under the lock.
-    The launcher or rank 0 holds it. Folders that it made are removed if empty at the end.
-    """
+    """Hold the lock on the run's folder; yields `start` with `auto` resolved under it."""
     with ExitStack() as held:
         with using_folder(config.folder, "run.folder"):
             held.enter_context(locked(config.folder / RUN_LOCK, patience_s))

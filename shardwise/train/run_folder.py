@@ -131,9 +131,7 @@ def unreadable_checkpoints(config: Config) -> list[Path]:
 
 
 def claim(config: Config, overwrite: bool, vocabulary: Vocabulary | None = None) -> None:
-    """Prepare the folder, and write the configuration, and the tokenizer unless tokens are bytes.
-    One rank calls it, after `check`.
-    """
+    """Prepare the folder, configuration and tokenizer. One rank calls it after `check`."""
     with using_folder(config.folder, "run.folder"):
         if overwrite and _has_saves(config.folder):
             put_aside(config)

@@ -184,9 +184,7 @@ TENSORS = 4  # of the size of a parameter, on one process: it, its gradient, two
 def smoke_test(
     model: str | Trainable, plan: Plan, options: Options | None = None
 ) -> tuple[nn.Module, Options]:
-    """Train `model` for one step in the plan's precision, and build the first rank's engine without
-    memory; returns the model, and the options to prove.
-    """
+    """Train `model` for a step, and build a dry engine; returns it, and the options to prove."""
     found, options = _trained(model, plan), with_table(model, plan, options or Options())
     trainable = without_dropout(find(model))
     dry = parity.dry_twin(trainable, plan, 0, options=options)

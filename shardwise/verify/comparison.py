@@ -184,9 +184,7 @@ class Comparison:
     def agrees(
         self, name: str, engine: Engine, step: int, shared: tuple[Any, Any, Division]
     ) -> dict[Key, int]:
-        """Compare the loss of a global batch in eval mode, and its number of tokens. Returns what
-        the dry run sends.
-        """
+        """Compare loss and tokens of a batch in eval mode; returns what the dry run sends."""
         whole, own, division = shared
         theory = self.dry.evaluate(own, replace(division, microbatches=1).counts(whole))
         found = drawn(step, lambda: engine.evaluate(own))
@@ -242,9 +240,7 @@ class Comparison:
             drawn(step, lambda: engine.step(own))
 
     def not_finite(self, engine: Engine, step: int) -> None:
-        """Check that gradients that are not finite raise, and change nothing. In fp16 the step is
-        skipped (`overflow`). The engine cannot be used afterwards.
-        """
+        """Check that gradients that are not finite raise and change nothing; it ends the engine."""
         if not any(bool(grad.any()) for grad in self.oracles.exact.weights.used.values()):
             return  # as on all ranks
         before, refused = self.states(engine, copied=True), False
@@ -384,9 +380,7 @@ def drawn(step: int, act: Callable[[], Any]) -> Any:
 
 
 def reload_engine(saved: Engine, fresh: Engine) -> Engine:
-    """Save `saved` to a temporary folder, and load it into `fresh`. Called by all ranks. All
-    weights of `fresh` are overwritten before: it has the seed of `saved`.
-    """
+    """Save `saved` to a temporary folder; load it into `fresh`, whose weights were changed."""
     from shardwise.checkpoint import engines  # takes long to import
 
     _forget(fresh)

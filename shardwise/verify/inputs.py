@@ -36,9 +36,7 @@ class Options:
 
 
 def table_in(path: Path, option: str = "--table") -> Table:
-    """The table in a TOML or JSON file: patterns to styles, under `styles` beside other keys of
-    Table.of. `option` named the file.
-    """
+    """The table in a TOML or JSON file of styles, which `option` named. Raises InputError."""
     try:
         text = read_text(path)
         read = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)

@@ -174,9 +174,7 @@ def _restore(model: nn.Module, built: Attributes, own: Collection[tuple[str, str
 
 
 def _left(engine: Engine, live: Live) -> list[Stray]:
-    """The live storages in no category. The thread of heartbeats (comm/start/peers.py) may keep
-    local variables of the calls that it reads alive, so wait until it releases them.
-    """
+    """The live storages in no category, once the heartbeats have released the frames they read."""
     ends = time.monotonic() + _PEERS_S
     while True:
         collect()  # storages that only a reference cycle keeps alive do not count

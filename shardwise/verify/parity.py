@@ -212,9 +212,7 @@ def with_noise(oracles: Oracles, trainable: Trainable, plan: Plan, device: torch
 def _rounded_each(
     oracles: Oracles, exact: Oracle, trainable: Trainable, device: torch.device
 ) -> Microbatches:
-    """The microbatches of one process in 16 bits: each rank's, if the loss is their mean. It is if
-    their exact gradients differ from those of the whole batch by less than one rounding.
-    """
+    """Microbatches in 16 bits: each rank's, if their exact gradients sum to the batch's."""
     whole = exact.microbatches
     if whole.each != "batch" or whole.data_ranks * whole.number == 1:
         return whole

@@ -22,7 +22,7 @@ from shardwise.doctor import collectives, device_speed
 from shardwise.doctor.collectives import COLLECTIVES, Timing
 from shardwise.doctor.device_speed import DeviceSpeed
 from shardwise.doctor.diagnosis import Diagnosis, RankDiagnosis, look, measured_cluster
-from shardwise.prediction.time.issued import Operation
+from shardwise.prediction.prediction import Operation
 from shardwise.prediction.time.network import Network, operation_s
 from tests.pool import run_gloo, run_threads
 from tests.train.runs import ended, printed

@@ -25,8 +25,7 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise.prediction.cluster import PRESETS, Cluster
-from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.time.issued import Operation
+from shardwise.prediction.prediction import Operation, Prediction
 from shardwise.prediction.time.network import Network, operation_s
 from shardwise.prediction.time.streams import spans
 from shardwise.techniques.tensor.tensor_table import Table

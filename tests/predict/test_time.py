@@ -17,8 +17,7 @@ from shardwise.core.plan.plan import Plan
 from shardwise.core.tally import Key, Tally
 from shardwise.models.gpt import GPT, GPTConfig, loss
 from shardwise.prediction.cluster import PRESETS, Cluster, Derating, cluster_of
-from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.time.issued import Operation
+from shardwise.prediction.prediction import Operation, Prediction
 from shardwise.prediction.time.network import AxisHosts, Network, operation_s
 from shardwise.prediction.time.step_time import StepTime
 from shardwise.prediction.time.streams import Streams

@@ -61,9 +61,7 @@ class Gloo(Transport):
     def _exchange(
         self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], line: Line
     ) -> list[Wait]:
-        """Send and receive one message per peer, in the order of `peers`; returns a wait for each.
-        Empty messages go through shared memory only, where they show that ranks agree on them.
-        """
+        """Send and receive a message per peer; the waits. Empty ones go through memory alone."""
         shared, ends = self.memory.open() is not None, list[Wait]()
         for peer, x in zip(self.peers, incoming, strict=True):
             if shared or x.numel():

@@ -83,9 +83,7 @@ class Pool:
         return slot
 
     def in_turn(self, finish: Callable[[], Any]) -> Callable[[], Any]:
-        """Run `finish` before that of any later slot: for a message in a mailbox, without a slot.
-        If a later message overtook it, it would be copied to new memory.
-        """
+        """Run `finish` before that of any later slot: for a message that needs no slot."""
         if self.memory is None:
             return finish
         slot = Slot(self.memory, self.head, self.head)

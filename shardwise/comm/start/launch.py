@@ -130,9 +130,7 @@ def launch(argv: Sequence[str], nproc: int, module: str = "shardwise.cli.main") 
 
 
 def require_ranks(ranks: int, device: str | None) -> None:
-    """Raise InputError if so many ranks cannot run on this machine's `device`.
-    A rank that imports a main script without a guard ends here, and its launcher says why.
-    """
+    """Raise InputError if so many ranks cannot run here. A script without a guard ends its rank."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise SystemExit(1)
     integer("--nproc" if device is None else "ranks", ranks, 1, 2)

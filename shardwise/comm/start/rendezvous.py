@@ -170,9 +170,7 @@ def _seconds(variables: Mapping[str, str], field: str) -> float:
 
 
 def require_local(ranks: int, plan: str = "") -> None:
-    """Raise InputError if so many processes on this machine are surely a mistake; for a `plan`, if
-    they are more than cores, so that it is probably meant for a cluster.
-    """
+    """Raise InputError for far too many processes here; for a `plan`, for more than cores."""
     cores = usable_cores()
     most = cores if plan else max(_PER_MACHINE, _PER_CORE * cores)
     if ranks > most:

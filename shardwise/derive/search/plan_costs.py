@@ -27,8 +27,7 @@ from shardwise.core.schedule.library import allowed, entry
 from shardwise.core.zero import ROWS, bytes_per_parameter
 from shardwise.derive.search.result import Candidate, RankedPlan, RefusedPlan
 from shardwise.prediction.cluster import Cluster
-from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.time.issued import Operation
+from shardwise.prediction.prediction import Operation, Prediction
 from shardwise.prediction.time.network import Network, precision
 from shardwise.prediction.time.step_time import StepTime
 
@@ -79,9 +78,7 @@ class ModelCosts(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """A plan for a copy of the model with `depth` blocks; the numbers of the whole are sums over
-    copies, each times its weight.
-    """
+    """A plan for a copy of the model with `depth` blocks, and its weight in a sum over copies."""
 
     weight: float
     plan: Plan
@@ -96,9 +93,7 @@ class PlanCosts:
         self.found, self.ratios = dict[object, Any](), list[float]()
 
     def estimate_s(self, candidate: Candidate) -> float:
-        """The time of a step in closed form: kernels and the ramps of equal stages, bytes within
-        layers, and what is longer than the kernels of the bytes of the row of the states table.
-        """
+        """The time of a step in closed form, with the ramps of equal stages and exposed bytes."""
         plan, rows = candidate
         stages, ramps = plan.mesh.size_of(PIPELINE), 1.0
         if plan.pipeline is not None:
@@ -168,9 +163,7 @@ class PlanCosts:
         return {axis: round(n) for axis, n in _sums(copies, sent).items()}
 
     def _copies(self, candidate: Candidate) -> list[Copy]:
-        """What is predicted in place of a deep model, or the plan itself.  Numbers are linear in
-        the number of blocks removed from every stage.
-        """
+        """What is predicted in place of a deep model: numbers are linear in its blocks."""
         plan, blocks = candidate.plan, self.model.blocks
         counts = self._counts(plan)
         if blocks is None or plan.layers or sum(counts) != blocks.number:
@@ -189,9 +182,7 @@ class PlanCosts:
         return found
 
     def _copies_of_budget(self, candidate: Candidate, number: int) -> list[Copy]:
-        """Copies that recompute all blocks in one way, and copies that do so in the way that keeps
-        more, weighted by the blocks that the budget allows of each (observe/foreseen.py).
-        """
+        """Copies that recompute all blocks in one of two ways, weighted by the blocks of each."""
         (plan, rows), budget = candidate, candidate.plan.recompute_budget_bytes
         if plan.pipeline is not None:
             return [Copy(1.0, plan)]
@@ -214,9 +205,7 @@ class PlanCosts:
         return plan.stages or self._once(stages, lambda: self.model.counts(stages))
 
     def _places(self, candidate: Candidate) -> list[int]:
-        """The pipeline ranks that may store most, the likeliest first: of the stages between the
-        first and the last, which differ in what they hold beside blocks, at most one.
-        """
+        """The pipeline ranks that may store most, the likeliest first, then the ends."""
         found = self._by_place(candidate)
         most = max(found, key=found.__getitem__)
         if len({*found.values()}) == 1:
@@ -225,9 +214,7 @@ class PlanCosts:
         return [most, *(rank for rank in ends if found[rank] >= NEAR * found[most])]
 
     def with_budget(self, candidate: Candidate) -> Candidate:
-        """The plan with the largest budget of activations that fits on its ranks: the memory that
-        is free with the last one is added to it, or what is too much taken from it.
-        """
+        """The plan with the largest budget of activations that fits, by a few predictions."""
         plan, rows = candidate
         best, last = candidate, self.ranked(candidate)
         assert isinstance(last, RankedPlan)
@@ -306,9 +293,7 @@ class PlanCosts:
         return self.found[key]
 
     def _one_row(self, plan: Plan) -> ModelCosts:
-        """The costs of the model, on the line through those of copies; recomputation changes only
-        those of blocks.
-        """
+        """The costs of the model, on the line through those of copies."""
         (few, more), blocks = DEPTHS, self.model.blocks
         state = self.model.options.spec.first_state(0, (2, 3), torch.float32).values()
         states = sum(isinstance(x, Tensor) and x.shape == (2, 3) for x in state)

@@ -104,15 +104,9 @@ def divisors(number: int) -> list[int]:
 def _texts(task: PlanTask, mesh: MeshSizes) -> Iterator[tuple[str, int]]:
     """The texts of the plans of a mesh, each with the rows of a microbatch."""
     own = task.batch // mesh.data
-    axes = " ".join(
-        [
-            *([f"pp{mesh.pp}"] if mesh.pp > 1 else []),
-            f"dp{mesh.data}",
-            *([f"cp{mesh.cp}"] if mesh.cp > 1 else []),
-            *([f"ep{mesh.ep}"] if mesh.ep > 1 else []),
-            *([f"tp{mesh.tp} sp"] if mesh.tp > 1 else []),
-        ]
-    )
+    sizes = {"pp": mesh.pp, "dp": mesh.data, "cp": mesh.cp, "ep": mesh.ep, "tp": mesh.tp}
+    axes = " ".join(f"{axis}{n}" for axis, n in sizes.items() if n > 1 or axis == "dp")
+    axes += " sp" * (mesh.tp > 1)
     states = STATES if mesh.data * mesh.cp > 1 else ("ddp",)
     for rows in (rows for rows in MICROBATCH_ROWS if own % rows == 0):
         runs = own // rows

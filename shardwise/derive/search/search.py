@@ -100,9 +100,7 @@ def _ranked(
 def _predicted(
     times: Mapping[Candidate, float], smallest: list[Candidate], costs: PlanCosts, count: int
 ) -> dict[Candidate, RankedPlan | RefusedPlan]:
-    """The first plans that fit.  Plans that are likely too large, and the smallest, only if none
-    does.
-    """
+    """The first plans that fit; those that are likely too large, and the smallest, if none does."""
     results, fitting = dict[Candidate, RankedPlan | RefusedPlan](), dict[Candidate, float]()
     large = list[Candidate]()
 
@@ -128,9 +126,7 @@ def _predicted(
 
 
 def _refined(ranked: list[RankedPlan], costs: PlanCosts) -> list[RankedPlan]:
-    """The plans, and changed ones of the best that fit and are faster: plans that recompute do so
-    as little as the memory allows, and stages are balanced by time.
-    """
+    """The plans, and the best with less recomputation or balanced stages, where that is faster."""
 
     def uneven(candidate: Candidate) -> Candidate:
         return with_uneven_stages(candidate, costs.model, costs.cluster)
@@ -162,9 +158,7 @@ FEW: Final = 3
 
 
 def with_uneven_stages(candidate: Candidate, model: "SearchedModel", cluster: Cluster) -> Candidate:
-    """The pipeline plan with the blocks of each stage that its time asks for.
-    Raises InputError for a model whose blocks cannot be stages.
-    """
+    """The plan with stages balanced by time. Raises InputError if blocks are no stages."""
     plan, rows = candidate
     schedule = schedule_of(plan)
     assert schedule is not None

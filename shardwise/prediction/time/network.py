@@ -28,7 +28,7 @@ from typing import Final, NamedTuple
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tally import TIER, Key, Tally
 from shardwise.prediction.cluster import Cluster
-from shardwise.prediction.time.issued import Operation
+from shardwise.prediction.prediction import Operation
 
 
 class AxisHosts(NamedTuple):

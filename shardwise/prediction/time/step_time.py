@@ -1,4 +1,4 @@
-"""The seconds of a step: what a rank issues (issued.py), played on its streams (streams.py).
+"""The seconds of a step: what a rank issues (prediction.py), played on its streams (streams.py).
 
     compute    kernels of the passes, recomputation included
     exposed    by axis, the time for which the compute stream waits for messages and copies
@@ -24,7 +24,7 @@ from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.schedule.clock import ActionCosts, clock
 from shardwise.core.schedule.schedule import OPS, Schedule
 from shardwise.prediction.cluster import Cluster, cluster_of
-from shardwise.prediction.time.issued import Begun, Issued
+from shardwise.prediction.prediction import Begun, Issued
 from shardwise.prediction.time.network import PRECISIONS, Network
 from shardwise.prediction.time.streams import Span, message_s, spans
 

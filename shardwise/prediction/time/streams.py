@@ -3,7 +3,7 @@
     compute   kernel . kernel . kernel .      a wait moves `now` to the arrival
     dp        gather 0 | gather 1 | reduce 1      what begins a move does not
 
-They play what a dry run recorded (issued.py), so what overlaps with computation is what the engine
+They play what a dry run recorded, so what overlaps with computation is what the engine
 lets overlap; the rest is exposed. Copies between tiers have a stream for each direction. If
 messages take a part of the device's own time, as between processes on processors, that part is
 exposed when the move begins.
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.schedule.schedule import Action
 from shardwise.core.tally import TIER, Key, Tally
-from shardwise.prediction.time.issued import Begun, Issued, Operation, Waited
+from shardwise.prediction.prediction import Begun, Issued, Operation, Waited
 from shardwise.prediction.time.network import Network, operation_s
 
 #: Seconds by axis.

@@ -61,9 +61,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A stream as sequences of `sequence` tokens, and their numbers in the two splits.
-    A sequence belongs to the source in which it begins.
-    """
+    """A stream as sequences of `sequence` tokens; one belongs to the source in which it begins."""
 
     packed: Packed
     sequence: int
@@ -95,9 +93,7 @@ class Corpus:
 
 
 def split(packed: Packed, sequence: int, validation: float, *, apart: bool = False) -> Corpus:
-    """Split a stream; with `apart`, the last source is the validation. Raises InputError if it has
-    fewer than two sequences, or a source none.
-    """
+    """Split a stream; with `apart` the last source is the validation. Raises InputError."""
     count = max(0, -(-(len(packed.stream) - 1) // sequence))
     if count < 2:
         raise bad(
@@ -124,9 +120,7 @@ def split(packed: Packed, sequence: int, validation: float, *, apart: bool = Fal
 
 @dataclass(frozen=True)
 class Batches:
-    """The order of training: `batch` sequences per step of `corpus.training`, by `seed`; with
-    `weights`, the sources in these shares.
-    """
+    """The order of training, by `seed`; with `weights`, the sources in these shares."""
 
     corpus: Corpus
     batch: int
@@ -134,9 +128,7 @@ class Batches:
     weights: tuple[float, ...] = ()
 
     def numbers(self, consumed: int) -> Index:
-        """The global batch after `consumed` sequences. The last of an epoch may be smaller, without
-        weights.
-        """
+        """The global batch after `consumed` sequences; at the end of an epoch perhaps fewer."""
         if self.weights:
             every = range(consumed, consumed + self.batch)
             return np.array([self._weighted(number) for number in every])

@@ -68,9 +68,7 @@ class Packed:
 
 
 def tokenise(sources: Sequence[Source], tokens: str, cache: Path, trained: int = 1) -> Packed:
-    """The sources' tokens, from `cache` if it has them. A `bpe:SIZE` is trained on the first
-    `trained` sources. Raises InputError for bad input.
-    """
+    """The sources' tokens; a `bpe:SIZE` is of the first `trained` ones. Raises InputError."""
     states = [source.state for source in sources]
     with using_folder(cache, "data.cache"), one_at_a_time(cache / f"{_hash(states)}.lock"):
         cache.mkdir(parents=True, exist_ok=True)

@@ -135,9 +135,7 @@ def _counts(
 
 
 def _ends(model: nn.Module, plan: Plan, most: int) -> list[int]:
-    """The first and the last word of each tensor rank's part of the vocabulary, but word 0. None if
-    the targets are labels of tokens instead.
-    """
+    """The first and last word of each rank's part of the vocabulary; none for labels."""
     ranks = plan.tensor_degrees[-1]
     sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
     vocabulary = min((size for size in sizes if size > most), default=0)

@@ -198,9 +198,7 @@ def _stored(engine: Engine, flats: Sequence[Flat]) -> list[int]:
 
 
 def _promised(words: str, flats: Sequence[Flat]) -> list[tuple[float, float]]:
-    """The least and the most bytes of parameters, gradients and optimizer state. The optimizer has
-    no moments of padding, and of parameters without a gradient, all of which may be on this rank.
-    """
+    """The least and the most bytes of each kind of state: unused parameters may have no moments."""
     columns = words.removeprefix("row:").split(",")
     sharded = SHARDED.get(words) or tuple(column == "S" for column in columns)
     found, without_bytes = [0.0, 0.0, 0.0], 0
@@ -386,9 +384,7 @@ def _columns(plan: Plan, flat: Flat) -> Sequence[str]:
 
 
 def exchanged(engine: Engine, uses: Uses, loads: Sequence[Loads], *, trains: bool) -> int:
-    """The bytes that a rank sends to experts and back, for these loads of each microbatch: rows for
-    other ranks' experts when they are dispatched, and those of other ranks when they come back.
-    """
+    """The bytes of rows for experts of other ranks, and back, for the loads of microbatches."""
     layout, total = engine.sharded.of(ExpertLayout), 0
     ep, here, tensor = layout.axis, engine.sharded.place, engine.sharded.tensor.rank
     peers = range(here - ep.rank, here - ep.rank + ep.size)
