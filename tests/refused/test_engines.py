@@ -22,9 +22,8 @@ from torch.utils.data import DataLoader
 import shardwise as sw
 from shardwise.checkpoint.load import load
 from shardwise.checkpoint.save import save
-from shardwise.comm.move import move
 from shardwise.comm.world import World, alone, traced
-from shardwise.core import R, S
+from shardwise.core import S
 from shardwise.core.errors import InputError, RankError
 from shardwise.engine.state.box import Box
 from tests.engine.cases import refusal, regression, vectors
@@ -32,7 +31,6 @@ from tests.engine.zoo import make
 from tests.pool import run_gloo, run_threads
 
 X = torch.ones(2, 3)
-AXIS, MOVE = alone().axis("dp"), 'move(x, world.axis("dp"), P, S(0))'
 MOE = sw.MoE(8, 16, sw.Gate("topk", experts=4, k=2))
 WORDS = torch.zeros(2, dtype=torch.long)
 #: Options of sw.Loader that are refused, and states that are.
@@ -178,10 +176,6 @@ TYPES = [
     (lambda: sw.load(engine_of(), "x", missing_ok="no"), "missing_ok='no'", "missing_ok=True"),
     (lambda: alone().on("dp1"), "world.on('dp1')", 'world.on(sw.Mesh.parse("dp2"))'),
     (lambda: alone().axis("dpp"), "axis='dpp'", 'axis="dp"'),
-    (lambda: move(3, AXIS, R, S(0)), "with x=3", MOVE),
-    (lambda: move(X, None, R, S(0)), "with axis=None", MOVE),
-    (lambda: move(X, AXIS, "R", S(0)), "with src='R'", MOVE),
-    (lambda: move(X, AXIS, R, S(2)), "2 dims with the placement S2", MOVE),
     (lambda: sw.cross_entropy(X, WORDS, label_smoothing="x"), "label_smoothing='x'", "smoothing=0"),
     (lambda: MOE(torch.ones(2, 8), torch.ones(5)), "shape (5,)", "target of shape (2,)"),
     (lambda: sw.Gate(3, experts=4), 'the gate "3"', "gate = "),
