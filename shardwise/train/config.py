@@ -73,8 +73,9 @@ def build(values: Mapping[str, Any], where: str = "the configuration") -> Config
     try:
         config = with_tokenizer(Config.model_validate(values))
     except ValidationError as error:
-        found = [_problem(dict(found), values) for found in error.errors()]
-        raise refusal(where, list({each.given: each for each in found}.values())) from None
+        found = [_problem(dict(found), values) for found in reversed(error.errors())]
+        first = {each.given: each for each in found}  # pydantic's later errors follow from it
+        raise refusal(where, list(first.values())[::-1]) from None
     if config.train.warmup > config.train.steps:
         raise bad(
             f"train.warmup = {config.train.warmup} with train.steps = {config.train.steps}",

@@ -184,8 +184,9 @@ def test_paths_have_variables_as_in_a_shell(monkeypatch: pytest.MonkeyPatch):
     built = config.build(own | {"data": {"source": ["~/a", "hf:$SCRATCH/b"], "weights": [2, 1]}})
     assert built.data.source == ("/home/me/a", "hf:/scratch/me/b")
     assert (built.model.name, *built.run.callbacks) == ("hf:/home/me/w", "/scratch/me/c.py:make")
-    with pytest.raises(InputError, match=r"run\.folder = .*variables are set, and ABSENT is not"):
-        config.build({"run": {"folder": "${ABSENT}/a"}})
+    for part, name in (("run", "folder"), ("data", "source")):
+        with pytest.raises(InputError, match=f"{name} = .*variables are set, and ABSENT is not"):
+            config.build({part: {name: "${ABSENT}/a"}})
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear", "constant", "wsd"])
