@@ -33,7 +33,7 @@ CONFIG: Final = typer.Option(
     "--config", metavar="FILE", help="The configuration of a run: its model, plan and batch."
 )
 MODEL: Final = typer.Option(
-    help="gpt, llama:70b, hf:NAME, hf:./FOLDER, file.py:build and others; gpt if not given."
+    help="gpt, llama:70b, toy:TYPE, hf:./FOLDER, hf:ID, file.py:build and others; gpt if not given."
 )
 SEQUENCE: Final = typer.Option(help="Positions of a row; the model's own if not given.")
 JSON: Final = typer.Option("--json", help="Print one JSON object.")

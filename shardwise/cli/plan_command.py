@@ -61,7 +61,10 @@ TABLE_ROWS = 2
 
 def table_command(
     model: Annotated[
-        str, typer.Argument(help="gpt, llama:70b, hf:NAME, hf:./FOLDER, file.py:build and others.")
+        str,
+        typer.Argument(
+            help="gpt, llama:70b, toy:TYPE, hf:./FOLDER, hf:ID, file.py:build and others."
+        ),
     ],
     tp: Annotated[int, typer.Option(help="Tensor ranks, as in a plan.")] = 2,
     sp: Annotated[bool, typer.Option("--sp", help="With entries for the sequence.")] = False,

@@ -1,4 +1,4 @@
-"""Small models of `transformers` with random weights: `hf:llama`; a folder of one: `hf:./folder`.
+"""Models of `transformers`: small random ones (`toy:llama`), folders and the Hub's (`hf:./folder`).
 
 Every model type of that library has a configuration class with defaults of the published size.  A
 small model, of a few ten thousand parameters, is made by replacing the sizes in it, which are found
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardwise.checkpoint.weights_folder import CONFIG, GENERATION, open_model, open_weights
-from shardwise.core.errors import InputError, bad, expanded
+from shardwise.core.errors import InputError, bad
 from shardwise.core.tools.arguments import suggestions
+from shardwise.core.tools.hub import folder_of
 from shardwise.models.gpt import IGNORED, cross_entropy, tokens
 from shardwise.models.trainable import Loss, Trainable
 
@@ -58,20 +59,17 @@ SMALL: Final[dict[str, int]] = {
 }
 
 
-def find(name: str, seed: int = 0) -> Trainable:
-    """The small model of type `name`, or the model in the folder `name`.
-    Dropout is 0, tied embeddings stay tied, weights are the library's random ones of `seed`, and
-    the loss is the type's.  A folder may have only a configuration; then the model has no weights.
-    Raises InputError if transformers is not installed or has no such type (naming the nearest), if
-    no small model of the type can be made, and for a folder without a configuration.
+def toy(name: str, seed: int = 0) -> Trainable:
+    """The small model of type `name`. Dropout is 0, tied embeddings stay tied, weights are the
+    library's random ones of `seed`, and the loss is the type's.
+    Raises InputError if transformers is not installed or has no such type (naming the nearest), and
+    if no small model of the type can be made.
     """
-    require_transformers(f"hf:{name}")
-    if is_folder(folder := expanded(name)):
-        return _in_folder(Path(folder))
+    require_transformers(f"toy:{name}")
     if not name:
-        raise bad('the model "hf:" without a name', "hf: and a model type", "hf:gpt2 or hf:llama")
+        raise bad('the model "toy:" without a type', "toy: and a type", "toy:gpt2 or toy:llama")
     kind = kind_of(name)
-    return Trainable(f"hf:{name}", partial(_make, name, kind, seed), kind.loss, kind.batch, tokens)
+    return Trainable(f"toy:{name}", partial(_make, name, kind, seed), kind.loss, kind.batch, tokens)
 
 
 def require_transformers(model: str) -> None:
@@ -79,7 +77,7 @@ def require_transformers(model: str) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise bad(
             f'the model "{model}", while transformers is not installed',
-            "hf: models if the extra `hf` is installed",
+            "toy: and hf: models if the extra `hf` is installed",
             "pip install 'transformers>=4.46'",
         )
 
@@ -195,10 +193,6 @@ KINDS: Final = (
 )
 
 
-def is_folder(name: str) -> bool:
-    return "/" in name or name in (".", "..")
-
-
 def config_of(path: Path, *, dropout: bool = True) -> Any:
     """A folder's configuration, without its `dropout` if asked. Raises InputError."""
     require_transformers(f"hf:{path}")
@@ -210,7 +204,7 @@ def config_of(path: Path, *, dropout: bool = True) -> Any:
         raise bad(
             f"the folder '{path}' without {CONFIG} of a model of transformers",
             "a folder written by save_pretrained or 'shardwise checkpoint export'",
-            "hf:gpt2 for a small model with random weights",
+            "toy:gpt2 for a small model with random weights",
         )
     kind_of(kind)
     drop = {} if dropout else {k: 0.0 for k, v in said.items() if "drop" in k and v}
@@ -264,7 +258,13 @@ def _as_generates(model: Any, path: Path) -> Any:
     return model
 
 
-def _in_folder(path: Path) -> Trainable:
+def find(name: str) -> Trainable:
+    """The model in the folder `name`, or of this id of the Hub, without dropout; one of the Hub
+    without its weights, unless a run has downloaded them. Without weights it is on meta.
+    Raises InputError without transformers, and for a folder without a configuration.
+    """
+    require_transformers(f"hf:{name}")
+    path = folder_of(name)
     config = config_of(path, dropout=False)
     kind = kind_of(config.model_type)
     with explained(path):
@@ -284,9 +284,9 @@ def kind_of(name: str) -> Kind:
             return kind
     close = suggestions(name, dict.fromkeys(chain.from_iterable(types.values())), 3)
     raise bad(
-        f'the model "hf:{name}", for which transformers has no language model',
+        f'the model "toy:{name}", for which transformers has no language model',
         f"a model type of transformers, such as {', '.join(close)}",
-        f"hf:{close[0]}",
+        f"toy:{close[0]}",
     )
 
 
@@ -300,7 +300,7 @@ def _make(name: str, kind: Kind, seed: int) -> nn.Module:
                 kind.loss(model, kind.batch(1, seed))
         except Exception as error:  # each configuration class has its own requirements
             raise bad(
-                f'the model "hf:{name}", whose small configuration gives '
+                f'the model "toy:{name}", whose small configuration gives '
                 f"{type(error).__name__}: {error}",
                 "model types whose sizes have the usual names",
                 "your own build() in a file, as file.py:build",

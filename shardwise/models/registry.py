@@ -17,11 +17,13 @@ from shardwise.models.user import UserConfig
 #: What a decoder is built from: of the two in this package, of a folder, or of a user.
 Sizes = GPTConfig | MoEConfig | FolderConfig | UserConfig
 NAMED: Final = {"gpt": SIZES["tiny"], **{f"gpt:{n}": s for n, s in SIZES.items()}, **PUBLISHED}
-FORMS: Final = f"{', '.join(NAMED)}, moe:GATE[:CAPACITY], hf:NAME, hf:./FOLDER or file.py:build"
+FORMS: Final = (
+    f"{', '.join(NAMED)}, moe:GATE[:CAPACITY], toy:TYPE, hf:./FOLDER, hf:ID or file.py:build"
+)
 
 
 def find(name: str | Trainable, seed: int = 0) -> Trainable:
-    """The model called `name`: `gpt` (size tiny), `llama:70b`, `moe`, `hf:llama`, `net.py:build`.
+    """The model called `name`: `gpt` (size tiny), `llama:70b`, `moe`, `toy:llama`, `net.py:build`.
     Nothing is built yet, except by the user's file.  A `Trainable` is returned unchanged.
     Raises InputError for another name, with the nearest.
     """
@@ -30,8 +32,10 @@ def find(name: str | Trainable, seed: int = 0) -> Trainable:
     if sizes := named_sizes(name):
         return of_sizes(name, sizes, seed)
     kind, _, rest = name.partition(":")
+    if kind == "toy":
+        return hf.toy(rest, seed)
     if kind == "hf":
-        return hf.find(rest, seed)
+        return hf.find(rest)
     if ".py" in name:
         return user.find(name, seed)
     raise bad(f'the model "{name}"', FORMS, nearest(name))
@@ -46,7 +50,7 @@ def named_sizes(name: str) -> GPTConfig | MoEConfig | None:
 
 
 def nearest(name: str) -> str:
-    return suggest(name, [*NAMED, "moe", "hf:gpt2", "hf:llama"], 0.5) or "gpt"
+    return suggest(name, [*NAMED, "moe", "toy:gpt2", "toy:llama"], 0.5) or "gpt"
 
 
 def of_sizes(name: str, sizes: Sizes, seed: int = 0) -> Trainable:

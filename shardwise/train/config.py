@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from shardwise.core.errors import InputError, Problem, bad, read_text, refusal
 from shardwise.core.tools.arguments import suggest
+from shardwise.core.tools.hub import folder_of
 from shardwise.train.config_sections import (
     CLOSED,
     DataSection,
@@ -94,9 +95,11 @@ def build(values: Mapping[str, Any], where: str = "the configuration") -> Config
 
 def with_tokenizer(config: Config) -> Config:
     """Unless data.tokens is set, a model in a folder has the tokens of its tokenizer."""
-    kind, _, path = config.model.name.partition(":")
-    file = Path(path) / "tokenizer.json"
-    if kind != "hf" or "tokens" in config.data.model_fields_set or not file.is_file():
+    kind, _, name = config.model.name.partition(":")
+    if kind != "hf" or "tokens" in config.data.model_fields_set:
+        return config
+    file = folder_of(name) / "tokenizer.json"
+    if not file.is_file():
         return config
     data = config.data.model_copy(update={"tokens": str(file)})
     return config.model_copy(update={"data": data})

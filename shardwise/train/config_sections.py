@@ -52,8 +52,8 @@ class ModelSection(BaseModel):
 
     name: Annotated[str, AfterValidator(_expanded)] = Field(
         default="gpt:quickstart",
-        description="a named size, `hf:./FOLDER` (a folder of transformers with its weights), or "
-        "`file.py:build` (your own model)",
+        description="a named size, `hf:./FOLDER` (a folder of transformers with its weights), "
+        "`hf:ID` (a model of the Hub) or `file.py:build` (your own model)",
     )
     vocabulary: Size | None = Field(
         default=None, description="rows of the embedding; unset: the size of the tokenizer"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardwise.comm.world import World
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
+from shardwise.core.tools.hub import folder_of
 from shardwise.derive.table import table_or_derived
 from shardwise.engine.checks.device_room import AUTO, explained, ran_out, with_offload
 from shardwise.engine.engine import Engine
@@ -22,7 +23,7 @@ from shardwise.engine.optimizer.optimizer_spec import Adafactor, AdamW, Lion, Mu
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine
 from shardwise.engine.predict import Predictor, predict_with
-from shardwise.models import gpt, hf, moe, pretrained, user
+from shardwise.models import gpt, moe, pretrained, user
 from shardwise.models.gpt import GPTConfig
 from shardwise.models.moe import MoEConfig
 from shardwise.models.pretrained import PUBLISHED, Adapters
@@ -214,12 +215,8 @@ def model_sizes(
     of_experts = [key for key in changed if key in OF_EXPERTS]
     if name.startswith(pretrained.PREFIX):
         _refuse(section, set(changed) - {"name", "sequence", *OF_ADAPTERS})
-        folder = name.removeprefix(pretrained.PREFIX)
-        if hf.is_folder(folder):
-            adapters = adapters_of(section)
-            return pretrained.read(Path(folder), sequence, adapters, weights=weights)
-        allowed = "hf: and the path of a folder with weights, in which there is a slash"
-        raise bad(f"model.name = '{name}'", allowed, f"model.name = 'hf:./{folder or 'model'}'")
+        folder = folder_of(name.removeprefix(pretrained.PREFIX), weights=weights)
+        return pretrained.read(folder, sequence, adapters_of(section), weights=weights)
     if ".py" in name:
         _refuse(section, set(changed) - {"name", "sequence"})
         if sequence is not None:

@@ -99,18 +99,18 @@ def test_the_entries_for_sequence_parallelism_hold(name: str):
 def test_the_table_of_an_architecture_holds_and_sends_no_more_than_its_own(kind: str):
     """Of models of transformers; those with a plan of the library's or ours are compared."""
     pytest.importorskip("transformers")
-    found, trainable = derived(f"hf:{kind}"), find(f"hf:{kind}")
+    found, trainable = derived(f"toy:{kind}"), find(f"toy:{kind}")
     model = trainable.build()
     own = own_table(model)
     if own is not None:
         shipped = predict(model, "tp2", trainable.batch(2, 0), loss=trainable.loss, table=own)
         assert found.sent_bytes <= sum(n for line, n in shipped.sent().items() if line.axis == "tp")
     if kind in SEQUENCE:
-        of_shards = derived(f"hf:{kind}", sp=True).table
+        of_shards = derived(f"toy:{kind}", sp=True).table
         assert found.table.styles == of_shards.styles
-        assert holds(f"hf:{kind}", "tp2 sp", of_shards)
+        assert holds(f"toy:{kind}", "tp2 sp", of_shards)
     else:
-        assert holds(f"hf:{kind}", "tp2", found.table)
+        assert holds(f"toy:{kind}", "tp2", found.table)
 
 
 @pytest.mark.full

@@ -68,11 +68,11 @@ CUT: dict[str, tuple[Callable[[], nn.Module], int, tuple[str, ...]]] = {
         2,
         ("blocks.1",),
     ),
-    "llama": (lambda: find("hf:llama").build(), 2, ("model.layers.1",)),
-    "gpt2": (lambda: find("hf:gpt2").build(), 2, ("transformer.h.1",)),
-    "bert": (lambda: find("hf:bert").build(), 2, ("bert.encoder.layer.1",)),
+    "llama": (lambda: find("toy:llama").build(), 2, ("model.layers.1",)),
+    "gpt2": (lambda: find("toy:gpt2").build(), 2, ("transformer.h.1",)),
+    "bert": (lambda: find("toy:bert").build(), 2, ("bert.encoder.layer.1",)),
     "an encoder and a decoder": (
-        lambda: find("hf:bart").build(),
+        lambda: find("toy:bart").build(),
         4,
         ("model.encoder.layers.1", "model.decoder.layers.0", "model.decoder.layers.1"),
     ),
@@ -133,7 +133,7 @@ OUT_OF_ORDER = {
 def test_what_transformers_defines_out_of_order_is_known(name: str):
     """A norm after the blocks that it stands before, a head before the blocks it stands on."""
     pytest.importorskip("transformers")
-    trainable = find(f"hf:{name}")
+    trainable = find(f"toy:{name}")
     calls = calls_of(trainable.build(), trainable.loss)
     first, second = (calls[module][0] for module in OUT_OF_ORDER[name])
     assert first < second

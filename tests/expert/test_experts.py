@@ -70,11 +70,11 @@ def library_task(name: str, rows: int) -> Task:
 
 
 def made(name: str) -> nn.Module:
-    return find(f"hf:{name}").build()
+    return find(f"toy:{name}").build()
 
 
 def batch(name: str, rows: int, step: int) -> dict[str, Tensor]:
-    return find(f"hf:{name}").batch(rows, step)
+    return find(f"toy:{name}").batch(rows, step)
 
 
 @pytest.mark.full

@@ -197,7 +197,7 @@ def test_sizes_after_the_gate() -> None:
 def test_a_type_that_is_shrunk_keeps_its_ties(name: str, tied: bool, loss: float | None):
     """Embeddings are shared as the type has them; all are small, with a loss of ln V (not t5)."""
     pytest.importorskip("transformers")
-    found = find(f"hf:{name}")
+    found = find(f"toy:{name}")
     model: Any = found.build()
     assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
     assert sum(p.numel() for p in model.parameters()) < 200_000

@@ -135,24 +135,41 @@ def test_weights_that_do_not_fit_the_host_are_refused(use: Callable[[], object])
         ("missing.py:build", "does not exist"),
         ("m" * 300 + ".py:build", "does not exist"),
         ("net.py", "Write instead: net.py:build."),
-        ("hf:", "Write instead: hf:gpt2 or hf:llama"),
-        ("hf:llamma", "llama"),
+        ("toy:", "Write instead: toy:gpt2 or toy:llama"),
+        ("toy:llamma", "llama"),
     ],
 )
 def test_a_name_that_is_none_gets_the_nearest(name: str, instead: str) -> None:
     """A misspelt model is answered with what to write."""
-    if name.startswith("hf:"):
+    if name.startswith("toy:"):
         pytest.importorskip("transformers")
     with pytest.raises(InputError, match="Allowed:") as caught:
         find(name)
     assert instead in str(caught.value)
 
 
+def test_a_model_of_the_hub_is_the_folder_in_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As huggingface_hub has downloaded it; what it cannot give is a paragraph."""
+    constants = pytest.importorskip("huggingface_hub").constants
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    at = tmp_path / "models--org--small"
+    hf.toy("llama").build().save_pretrained(at / "snapshots" / "abc")  # type: ignore[operator]
+    (at / "refs").mkdir()
+    (at / "refs" / "main").write_text("abc")
+    made = find("hf:org/small")
+    assert made.loss(made.build(), made.make_batch(2, 0)).item() > 0
+    with pytest.raises(InputError, match=r"no model of the Hub .*hf:\./org/other or toy:org"):
+        find("hf:org/other")
+
+
 def test_a_type_that_cannot_be_shrunk_says_so() -> None:
     """Where the small configuration does not give a model that runs, the reason is told."""
     pytest.importorskip("transformers")
     with pytest.raises(InputError, match=r"whose small configuration gives"):
-        find("hf:deepseek_v2").build()
+        find("toy:deepseek_v2").build()
 
 
 def test_the_users_file_gives_model_loss_and_batch(file: str) -> None:
@@ -267,7 +284,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of a small llama, which can be read."""
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("models") / "llama"
-    hf.find("llama").build().save_pretrained(folder)  # type: ignore[operator]
+    hf.toy("llama").build().save_pretrained(folder)  # type: ignore[operator]
     pretrained.read(folder, None)
     find(f"hf:{folder}").build()
     return folder
@@ -299,7 +316,7 @@ def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("plan", ["dp2 zero3", "tp2 bf16"])
 def test_a_configuration_is_enough_for_a_prediction(alone: Path, plan: str) -> None:
     """States and bytes are those of the model with weights; activations too, without experts."""
-    named = (configured(None, plan, f"hf:{name}") for name in (alone, alone.name))
+    named = (configured(None, plan, name) for name in (f"hf:{alone}", f"toy:{alone.name}"))
     found, wanted = (predict_request(run, None, None, 0).prediction(0) for run in named)
     assert (found.memory, found.bytes) == (wanted.memory, wanted.bytes)
     assert found.activations == wanted.activations or alone.name == "mixtral"

@@ -195,7 +195,7 @@ def test_adapters_train_alone_and_are_exported_for_peft(
         ({"name": "hf:./w", "lora_rank": 2, "lora_targets": ["query"]}, "Target modules .*query"),
         ({"name": "hf:./w", "lora_alpha": 2}, r"model\.lora_rank beside it"),
         ({"lora_rank": 2}, r"adapters beside a model hf:\./FOLDER"),
-        ({"name": "hf:llama"}, r"model\.name = 'hf:\./llama'"),
+        ({"name": "toy:llama"}, r"model\.name = 'toy:llama'"),
         ({"name": "hf:./absent"}, "no weights in it"),
         ({"name": "hf:./w", "layers": 3}, r"leave model\.layers out"),
         ({"name": "hf:./w", "sequence": 65}, "at most its 64 positions"),

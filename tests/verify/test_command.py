@@ -53,7 +53,7 @@ HOLD = [
 def test_models_of_transformers_hold(plan: str, model: str):
     """Tied embeddings, encoders, decoders: sharded and in stages, they are one process's."""
     pytest.importorskip("transformers")
-    assert shortly(f"{plan} fp64", f"hf:{model}").holds
+    assert shortly(f"{plan} fp64", f"toy:{model}").holds
 
 
 TENSOR = [
@@ -66,7 +66,7 @@ TENSOR = [
 def test_models_of_transformers_hold_on_the_tensor_axis(model: str, plan: str):
     """By the plan of their configuration, or our table; of mixtures the attention is cut."""
     pytest.importorskip("transformers")
-    found = shortly(f"{plan} fp64", f"hf:{model}")
+    found = shortly(f"{plan} fp64", f"toy:{model}")
     assert found.holds and found.sent["counted"]["tp all_reduce"] > 0
 
 
