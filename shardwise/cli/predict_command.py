@@ -212,12 +212,17 @@ def resized(batch: Any, sequence: int | None, name: str) -> Any:
     from torch import Tensor
     from torch.utils._pytree import tree_leaves, tree_map_only
 
+    from shardwise.models.trainable import require_room
+
     def of_length(x: Tensor) -> Tensor:
         return x.repeat(1, -(-sequence // x.shape[1]))[:, :sequence].contiguous()
 
-    if not any(isinstance(x, Tensor) and _is_text(x) for x in tree_leaves(batch)):
+    rows = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and _is_text(x)]
+    if not rows:
         given = f"--sequence {sequence} for the model {name}, whose batch has no sequences"
         raise bad(given, "--sequence for models of text [rows, positions]", "no --sequence")
+    what = f"a batch of {len(rows[0])} rows and --sequence {sequence} for the model {name}"
+    require_room(what, rows, sequence / rows[0].shape[1])
     return tree_map_only(Tensor, lambda x: of_length(x) if _is_text(x) else x, batch)
 
 

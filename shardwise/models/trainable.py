@@ -19,6 +19,8 @@ from torch.utils import _pytree as pytree
 from shardwise.comm.tiers.host_memory import free_bytes
 from shardwise.core.errors import bad
 
+FEW_ROWS: Final = 2
+MOST_BYTES: Final = 2**31  # of a batch
 WEIGHT_BYTES: Final = 4  # a model is built in fp32
 Loss = Callable[[nn.Module, Any], Tensor]
 Initial = Callable[[str, Tensor, int], None]
@@ -88,8 +90,23 @@ class Trainable:
             )
 
     def batch(self, rows: int, seed: int, device: torch.device | str = "cpu") -> Any:
+        """A batch of `rows` rows, by rows and seed. Raises InputError for over MOST_BYTES."""
+        if rows > FEW_ROWS:
+            few = self.make_batch(FEW_ROWS, seed)
+            require_room(f"a batch of {rows} rows of the model {self.name}", few, rows / FEW_ROWS)
         made = self.make_batch(rows, seed)
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), made)
+
+
+def require_room(what: str, batch: Any, times: float) -> None:
+    """Raise InputError if a batch of `times` the size of this one exceeds MOST_BYTES."""
+    one = sum(x.nbytes for x in pytree.tree_leaves(batch) if isinstance(x, Tensor))
+    if one * times > MOST_BYTES:
+        raise bad(
+            f"{what}, whose tensors take {one * times:.3g} bytes",
+            f"a batch of up to {MOST_BYTES:,} bytes",
+            "fewer rows (--batch), shorter rows (--sequence) or fewer microbatches",
+        )
 
 
 # --- initial weights ------------------------------------------------------------------------------

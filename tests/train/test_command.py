@@ -94,6 +94,8 @@ def test_an_output_on_a_full_disk_is_one_line() -> None:
         ("verify dp99 --device cuda", "99 ranks on cuda, with"),
         ("predict", "Given: no plan"),
         ("predict 'dp2 zero3' --rank 2", "--rank 2"),
+        ("predict dp2 --batch 99999999999", "a batch of up to 2,147,483,648 bytes"),
+        ("predict dp2 --sequence 999999999", "a batch of up to 2,147,483,648 bytes"),
         ("predict dp2 --device-memory 80GB", "Write instead: --device-memory 80GiB"),
         ("predict dp2 --timeline /no/such/folder/x.svg", "a picture that cannot be written"),
         ("predict dp2 --timeline x.doc", ".svg or .png"),
