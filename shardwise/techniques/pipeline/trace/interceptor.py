@@ -206,8 +206,8 @@ class StandIn(nn.Module):
 
     @property
     def __class__(self) -> type:
-        """The layer's: a forward may choose by `isinstance(layer, Attention)`."""
-        return type(vars(self)["_of"].twin)
+        """The layer's in a stage, where a forward may choose by `isinstance(layer, Attention)`."""
+        return type(self if vars(self)["_of"].player is None else vars(self)["_of"].twin)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Hooks that a loss or a forward registers here run between the layers, as glue."""
