@@ -89,6 +89,13 @@ def class_token() -> nn.Module:
     return model
 
 
+def shared_with_a_layer() -> nn.Module:
+    """A parameter of the root, which its forward reads first, and a bias of the last block."""
+    model = Stack(glue=lambda m, x: through(m, x * m.first))
+    model.first = model.blocks[-1].get_submodule("down").bias
+    return model
+
+
 def tied_by_function() -> nn.Module:
     """The head reads the embedding's weight without calling it, and a buffer of the root."""
 
@@ -186,6 +193,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "in place later": lambda: Stack(glue=writes_later),
     "class token": class_token,
     "tied by function": tied_by_function,
+    "shared with a layer": shared_with_a_layer,
     "buffer of a layer": lambda: Stack(Kinds(), glue=reads_buffer),
     "transposed": lambda: Stack(glue=turned),
     "asks": lambda: Stack(glue=asks),

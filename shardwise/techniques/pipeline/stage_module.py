@@ -30,8 +30,7 @@ from shardwise.techniques.data.wrap_policy import UnitSpec
 from shardwise.techniques.pipeline.partition import calls_of, starts, starts_of_counts
 from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.staged_model import Stages
-from shardwise.techniques.pipeline.trace.placeholders import Calls, StageLayers
-from shardwise.techniques.pipeline.trace.placeholders import layers as layers_of
+from shardwise.techniques.pipeline.trace.placeholders import Calls, StageLayers, stages_of
 from shardwise.techniques.pipeline.trace.placeholders import twin as twin_of
 from shardwise.techniques.tensor import apply as tensor_parallel
 from shardwise.techniques.tensor import rng
@@ -144,17 +143,6 @@ def calls_under(
     """The calls of the modules of `model` in its loss, where the plan has a pipeline."""
     with as_before([loss], model):
         return calls_of(model, loss) if plan.pipeline else None
-
-
-def stages_of(
-    model: nn.Module, begin: Sequence[str], calls: Calls | None = None
-) -> dict[str, tuple[int, ...]]:
-    """The stages of each parameter, by name, before the model is partitioned."""
-    found: dict[nn.Parameter, set[int]] = {p: set() for p in model.parameters()}
-    for name, layer in layers_of(model, begin, calls).items():
-        for p in model.get_submodule(name).parameters():
-            found[p] |= set(layer.stages)
-    return {name: tuple(sorted(found[p] or {0})) for name, p in model.named_parameters()}
 
 
 def twin(

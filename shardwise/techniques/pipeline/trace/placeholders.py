@@ -80,6 +80,22 @@ def layers(
     return found
 
 
+def stages_of(
+    model: nn.Module, starts: Sequence[str], calls: Calls | None = None
+) -> dict[str, tuple[int, ...]]:
+    """The stages of each parameter, by name, before the model is partitioned. A container's own
+    parameters are in stage 0, also if a layer of another stage shares them.
+    """
+    found: dict[nn.Parameter, set[int]] = {p: set() for p in model.parameters()}
+    for name, layer in layers(model, starts, calls).items():
+        for p in model.get_submodule(name).parameters():
+            found[p] |= set(layer.stages)
+    for _, module, is_layer in _walk(model, "", starts):
+        for p in () if is_layer else module.parameters(recurse=False):
+            found[p].add(0)
+    return {name: tuple(sorted(found[p])) for name, p in model.named_parameters()}
+
+
 def defined(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The calls of a model whose modules are called once, in the order of definition."""
     names = (name for name, _ in model.named_modules(remove_duplicate=False))
@@ -196,7 +212,7 @@ class StageLayers:
         outside = {name: m for name, m, is_layer in _walk(model, "", starts) if not is_layer}
         #: containers and glue, ours and the twin's
         self.pairs = [(m, twin.get_submodule(name)) for name, m in outside.items()]
-        self._own_parameters(found, outside)
+        self._own_parameters(stages_of(model, starts, calls))
         self.standing: list[Of] = []
         self.stand_ins: list[StandIn] = []
         self.buffers: list[tuple[str, tuple[int, ...], Slot, dict[str, Any] | None]] = []
@@ -207,24 +223,17 @@ class StageLayers:
         for ours, theirs in self.pairs:
             self._take_parameters(ours, theirs)
 
-    def _own_parameters(self, found: dict[str, StageLayer], outside: dict[str, nn.Module]) -> None:
-        stages: dict[Tensor, set[int]] = {p: set() for p in self.model.parameters()}
-        for name, layer in found.items():
-            for p in self.model.get_submodule(name).parameters():
-                stages[p] |= set(layer.stages)
-        for p in (p for m in outside.values() for p in m.parameters(recurse=False)):
-            stages[p].add(0)
-        pairs = zip(self.twin.named_parameters(), stages.values(), strict=True)
-        self.parameters = [(name, tuple(sorted(at)), p) for (name, p), at in pairs]
+    def _own_parameters(self, stages: Mapping[str, tuple[int, ...]]) -> None:
+        self.parameters = [(name, stages[name], p) for name, p in self.twin.named_parameters()]
         #: the number of each parameter, ours and the twin's, by id
         self.numbers = {id(p): n for n, (_, _, p) in enumerate(self.parameters)}
         self.own: dict[int, dict[int, Tensor]] = {stage: {} for stage in self.own_stages}
-        self.absent: list[tuple[weakref.ref[Tensor], int]] = []
-        for number, (p, at) in enumerate(stages.items()):
-            for stage in self.own_stages & at:
+        self.absent: list[tuple[weakref.ref[nn.Parameter], int]] = []
+        for number, (name, p) in enumerate(self.model.named_parameters()):
+            for stage in (own := self.own_stages & {*stages[name]}):
                 self.own[stage][number] = p
                 self.numbers[id(p)] = number
-            self.absent += [] if self.own_stages & at else [(weakref.ref(p), number)]
+            self.absent += [] if own else [(weakref.ref(p), number)]
 
     def numbered(self) -> dict[int, int]:
         """`numbers`, and those of other ranks' parameters that the program has kept (in a list)."""
