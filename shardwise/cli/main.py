@@ -29,6 +29,7 @@ import typer
 
 import shardwise
 from shardwise.core.errors import InputError, RankError, RunError, bad
+from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.arguments import suggest
 
 if TYPE_CHECKING:
@@ -61,7 +62,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the program. Always raises SystemExit, with the exit codes above."""
     given = list(sys.argv[1:] if argv is None else argv)
     try:
+        if given[:1] in (["verify"], ["predict"]):  # before they import torch
+            for plan in given[1:2]:
+                Plan.parse("" if plan.startswith("-") else plan)
         app = application(given)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(2) from None
     except KeyboardInterrupt:  # while torch is imported
         raise SystemExit(130) from None
     run_app(app, given, "shardwise")
@@ -213,6 +220,7 @@ def train(
     if not os.path.exists(config):  # noqa: PTH110 (a name may be too long); torch is not imported
         given = f"the configuration {config}, a file that does not exist"
         raise bad(given, "a TOML file", EXAMPLES["train"])
+    Plan.parse(plan or "")  # before torch is imported
     overrides = [*(set_ or ()), *([] if plan is None else [f"plan.text={plan}"])]
     overrides += [] if model is None else [f"model.name={model}"]
     overrides += [] if table is None else [f"plan.table={table.resolve()}"]
@@ -262,7 +270,6 @@ def _train(
 ) -> int:
     """Train in this process, start the ranks, or only check and predict; returns the exit code."""
     from shardwise.comm.start.rendezvous import environment, launched, require_local
-    from shardwise.core.plan.plan import Plan
     from shardwise.train.config import read
     from shardwise.train.prepare import hold_folder, prepare
     from shardwise.train.run_folder import finished_message
