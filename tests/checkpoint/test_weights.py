@@ -104,7 +104,7 @@ def test_imported_weights_begin_a_run_under_any_plan(plan: str, saved: Saved, tm
 def test_transformers_loads_what_is_exported(name: str, file_bytes: int, tmp_path: Path):
     """`from_pretrained` of the folder, of many small files too, is the trained model."""
     transformers = pytest.importorskip("transformers")
-    found = hf.find(name)
+    found = hf.toy(name)
     model = found.build()
     engine = sw.parallelize(model, "fp32", alone(), optimizer=SGD, loss=found.loss)
     engine.step(found.batch(2, 0))
@@ -119,7 +119,7 @@ def test_transformers_loads_what_is_exported(name: str, file_bytes: int, tmp_pat
 
 def losses(world: World, name: str, folder: str, plan: str) -> list[float]:
     """Two steps of a model of transformers that was made on the meta device."""
-    found, fill = hf.find(name), sw.fill_from(folder)
+    found, fill = hf.toy(name), sw.fill_from(folder)
     with torch.device("meta"):
         model = hf.find(folder).make()
     counts = {"loss": found.loss, "tokens": found.tokens}
@@ -133,7 +133,7 @@ def losses(world: World, name: str, folder: str, plan: str) -> list[float]:
 def test_a_model_of_transformers_is_filled_from_a_folder(name: str, tmp_path: Path):
     """On the meta device: its weights are the folder's, its buffers those of the library."""
     pytest.importorskip("transformers")
-    found = hf.find(name)
+    found = hf.toy(name)
     model: Any = found.build()
     model.save_pretrained(tmp_path / "w")
     engine = sw.parallelize(model, "fp32", alone(), optimizer=SGD, loss=found.loss)
@@ -155,14 +155,14 @@ def test_a_folder_of_transformers_is_a_model(tmp_path: Path, monkeypatch: pytest
     """`hf:./folder` has the weights of the folder; those of single experts are stacked there."""
     pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
-    model: Any = hf.find("llama").build()
+    model: Any = hf.toy("llama").build()
     model.save_pretrained("w")
     made = find("hf:./w").build()
     assert all(map(torch.equal, model.parameters(), made.parameters()))
     Path("w/config.json").write_text("{}")
     with pytest.raises(InputError, match=r"without config\.json of a model of transformers"):
         find("hf:./w")
-    experts: Any = hf.find("mixtral").build()
+    experts: Any = hf.toy("mixtral").build()
     experts.save_pretrained("experts")
     with pytest.raises(InputError, match=r"\.experts\.0\..* --model hf:.*experts\."):
         import_weights(tmp_path / "experts", tmp_path / "run")

@@ -129,7 +129,7 @@ CLIPPED = "torch.nn.utils.clip_grad_norm_", "sw.clip_grad_norm(module"
 DROPPED = "drops the gradient of", "optim.step() in the loop"
 EARLY = "computed before a forward pass", "out = model(x) first"
 TWICE = "create_graph=True", "sw.DDP(module)"
-MAPPED = "torch.func (vmap", "the plain module: what such a transform"
+MAPPED = "torch.func (vmap", "the plain module, and torch.distributed"
 APPLIED = "applied in the backward pass", "optim.step()"
 PART = ("of leave, a part of a sharded module",)
 REFUSED: list[tuple[str, Callable[[World], object], tuple[str, ...]]] = [
