@@ -120,6 +120,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
         q, v = self.q(x), self.v(x)
+        v = torch.empty_like(v).copy_(v)  # as a message is: the product is read
         self.calls += 1
         self.seen += self.calls
         scale = scale * self.seen
@@ -195,7 +196,7 @@ def test_nothing_but_memory_changes(kind: str):
 @pytest.mark.parametrize("kind", [FULL, SELECTIVE])
 def test_operations_that_are_added(kind: str):
     """Full computes every product of a block again. Selective computes the scores of attention
-    again, and a product that was written to in place.
+    again, and a product that was written to in place, not one that was copied elsewhere.
     """
 
     def counted(how: str | None) -> int:

@@ -98,11 +98,16 @@ class _Keeping(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
         if func in _PRODUCTS or func._schema.name == _ON_META:
-            self.products.add(func, out, _is_kept(func, args, kwargs or {}, out))
+            self.products.add(func, out, _is_kept(func, args, kwargs, out))
         elif func._schema.is_mutable and self.products.places:
-            self.products.drop((args, kwargs))
+            by_name = {
+                x.name: value for x, value in zip(func._schema.arguments, args, strict=False)
+            }
+            by_name |= kwargs  # a collective reads its input, and writes to its output
+            self.products.drop([by_name.get(x.name) for x in func._schema.arguments if x.is_write])
         return out
 
 
