@@ -26,6 +26,7 @@ from shardwise.comm.start.rendezvous import (
     environment,
     local_rank,
     read_limits,
+    require_interfaces,
 )
 from shardwise.comm.tiers.arena import Arenas
 from shardwise.comm.tiers.host_memory import keep_freed_memory
@@ -284,6 +285,7 @@ def init(device: str | None = None, *, shared_memory: bool | None = None) -> Wor
             "world.close() as the program's last line",
         )
     limits = read_limits()
+    require_interfaces()
     store = _begin(start, where, limits)
     links = TorchLinks(ours=True, device_type=where.type, shared_memory=shared_memory)
     TorchLinks.of_process = links

@@ -1,5 +1,6 @@
 """Ranks that other launchers start: they meet or say who is missing, and watch each other."""
 
+import errno
 import importlib.util
 import os
 import re
@@ -25,9 +26,12 @@ from shardwise.comm.start.rendezvous import (
     environment,
     first_host,
     local_rank,
+    require_interfaces,
+    require_loopback,
 )
 from shardwise.core.errors import InputError
 from tests.comm.hosts import HOSTS, joined_hosts, set_link
+from tests.engine.cases import fails
 from tests.programs import run_program, start_program
 
 ROOT = Path(__file__).parents[2]
@@ -154,6 +158,16 @@ def test_a_port_in_use_is_told():
         port = listening.getsockname()[1]
         with pytest.raises(InputError, match=f"MASTER_PORT={port}: .*uses the port"):
             meet(start(0, port), Limits(start_s=1))
+
+
+def test_a_host_without_the_named_or_any_network_is_told(monkeypatch: pytest.MonkeyPatch):
+    """An interface that it does not have, and no way from a process to another."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nope")
+    with pytest.raises(InputError, match="no interface nope on"):
+        require_interfaces()
+    monkeypatch.setattr(socket, "create_connection", fails(errno.ENETUNREACH))
+    with pytest.raises(InputError, match="ip link set lo up"):
+        require_loopback()
 
 
 def test_each_meeting_at_an_agents_store_is_of_its_own(monkeypatch: pytest.MonkeyPatch):

@@ -32,7 +32,12 @@ from shardwise.comm.start.excepthook import (
     install_excepthook,
 )
 from shardwise.comm.start.peers import reported_failure
-from shardwise.comm.start.rendezvous import LAUNCHER, read_limits, require_local
+from shardwise.comm.start.rendezvous import (
+    LAUNCHER,
+    read_limits,
+    require_local,
+    require_loopback,
+)
 from shardwise.comm.start.worker import SIGNALS, StopSignal, Work, run, run_command
 from shardwise.core.errors import InputError, RankError, bad
 from shardwise.core.tools.arguments import choice, integer, rank_names, short_repr
@@ -145,6 +150,8 @@ def require_ranks(ranks: int, device: str | None) -> None:
             f"ranks={gpus}, or {on_cpu}" if gpus else on_cpu,
         )
     require_local(ranks)
+    if ranks > 1:
+        require_loopback()
     read_limits()
 
 

@@ -10,6 +10,7 @@ srun has SLURM_STEP_NUM_TASKS, so that variable decides, and a step of one task 
 
 import os
 import re
+import socket
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ _PORT = ("MASTER_PORT", 1, 2**16 - 1)
 _PORTS = range(15000, 32000)
 #: The most processes on one machine: the larger of these, per machine and per processor core.
 _PER_MACHINE, _PER_CORE = 64, 8
+#: Seconds within which a host answers itself.
+_ANSWER_S = 5.0
 #: The variable of each time limit.
 _LIMITS = {
     "start_s": "SHARDWISE_START_TIMEOUT_S",
@@ -167,6 +170,31 @@ def _seconds(variables: Mapping[str, str], field: str) -> float:
         "a number of seconds above 0",
         f"export {name}={default:.0f}, which is the default",
     )
+
+
+def require_interfaces() -> None:
+    """Raise InputError if GLOO_SOCKET_IFNAME names an interface that this host does not have."""
+    given, here = os.environ.get("GLOO_SOCKET_IFNAME", ""), [n for _, n in socket.if_nameindex()]
+    if absent := [name for name in given.split(",") if name and name not in here]:
+        raise bad(
+            f"GLOO_SOCKET_IFNAME={given} in the environment, and no interface {absent[0]} on "
+            f"{socket.gethostname()}",
+            f"interfaces of this host: {', '.join(here) or 'it has none'}",
+            f"export GLOO_SOCKET_IFNAME={here[-1]}" if here else "a host with a network",
+        )
+
+
+def require_loopback() -> None:
+    """Raise InputError if processes of this host do not reach each other by `localhost`."""
+    try:
+        with socket.create_server(("localhost", 0)) as server:
+            socket.create_connection(server.getsockname()[:2], _ANSWER_S).close()
+    except OSError as error:
+        raise bad(
+            f"'localhost', by which processes of this host do not reach each other ({error})",
+            "a loopback interface that is up",
+            "ip link set lo up",
+        ) from None
 
 
 def require_local(ranks: int, plan: str = "") -> None:
