@@ -164,8 +164,8 @@ class Prefetch:
         self._reader.shutdown(cancel_futures=True)
 
     def take(self, consumed: int) -> tuple[int, Batch]:
-        """The sequences of the batch after `consumed`, which are those that the last call ended
-        with, and this rank's share of it.
+        """Return the number of sequences in the next global batch, and this rank's share of it.
+        `consumed` is the number of sequences before it; batches are taken in order.
         """
         coming = self._next or self._reader.submit(self._read, consumed)
         count, mine = coming.result()

@@ -7,18 +7,18 @@ from typing import Final
 
 from shardwise.core.errors import bad, expanded, one_line
 
-#: Of a model's files those that are read; weights beside them where they are needed.
+#: The files of a model to download: configuration and tokenizer, and its weights if needed.
 TEXTS: Final = ("*.json", "*.txt", "*.model", "*.jinja")
 WEIGHTS: Final = "*.safetensors"
-#: What the id of a model of the Hub looks like: `gpt2` or `org/model`.
+#: The form of a model id on the Hub: `gpt2` or `org/model`.
 _ID: Final = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def folder_of(name: str, *, weights: bool = False) -> Path:
-    """The folder `name`, or that of the model of the Hub with this id, as it is in the cache of
-    `huggingface_hub`; it is downloaded at its first use, with or without `weights`.
+    """Return the path of a model: the folder `name`, or the cached snapshot of the Hub model `name`.
 
-    Raises InputError for an id that the Hub does not give.
+    `huggingface_hub` downloads the snapshot at its first use, with the weights if `weights` is set.
+    Raises InputError if the Hub has no such model, or cannot be reached.
     """
     folder = Path(expanded(name))
     if folder.is_dir() or _ID.fullmatch(name) is None:
