@@ -15,7 +15,7 @@ _ID: Final = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def folder_of(name: str, *, weights: bool = False) -> Path:
-    """Return the path of a model: the folder `name`, or the cached snapshot of the Hub model `name`.
+    """Return the path of a model: the folder `name`, or the cached snapshot of a model of the Hub.
 
     `huggingface_hub` downloads the snapshot at its first use, with the weights if `weights` is set.
     Raises InputError if the Hub has no such model, or cannot be reached.
