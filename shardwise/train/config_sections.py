@@ -199,8 +199,8 @@ class TrainSection(BaseModel):
     )
     record_every: Size = Field(
         default=1,
-        description="steps between two records; the host waits for the device, and handles signals, "
-        "in these steps alone",
+        description="steps between two records; the host waits for the device and handles "
+        "signals in these steps alone",
     )
     seed: int = Field(
         default=0,
