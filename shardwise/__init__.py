@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shardwise.comm.start.launch import spawn
     from shardwise.comm.world import World, init
     from shardwise.core.errors import InputError, RankError, RunError
+    from shardwise.core.layouts.tensor_table import Table
     from shardwise.core.mesh import Mesh
     from shardwise.core.plan.plan import Plan
     from shardwise.derive.plan_search import search
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from shardwise.techniques.expert.gate import Gate
     from shardwise.techniques.expert.moe_layer import MoE
     from shardwise.techniques.pipeline.partition import balance_by_time
-    from shardwise.techniques.tensor.tensor_table import Table
     from shardwise.verify import Verify
     from shardwise.wrap.data_parallel import DataParallel
     from shardwise.wrap.pipe import Pipe

@@ -22,7 +22,7 @@ LAYERS = (
 #: Files in the folder of a technique that hold values, as core does; and those that apply it to a
 #: model, as engine does.
 VALUES = (
-    *("word", "styles", "tensor_table", "table_check"),
+    *("word", "table_check"),
     *("positions", "stage_io", "layer_plan"),
 )
 APPLIED = (
@@ -33,8 +33,8 @@ APPLIED = (
 #: The most files of the package, outside a technique's folder, that import from it. A bound falls
 #: with every file that need not know the technique any more; it never rises.
 FOREIGN = {
-    "data": 41,
-    "tensor": 26,
+    "data": 32,
+    "tensor": 11,
     "expert": 21,
     "pipeline": 12,
     "recompute": 8,

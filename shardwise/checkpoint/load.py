@@ -27,10 +27,10 @@ from shardwise.checkpoint.open_checkpoint import (
 )
 from shardwise.checkpoint.save import together
 from shardwise.checkpoint.save_plans import Pages
+from shardwise.comm.inference import normal_mode
 from shardwise.comm.world import World
 from shardwise.core.errors import Problem, RunError, bad, refusal
 from shardwise.engine.state.box import Box, block
-from shardwise.techniques.data.buffers import normal_mode
 
 #: An additional check of a checkpoint before it is loaded; raises InputError.
 Check = Callable[[OpenCheckpoint], None]

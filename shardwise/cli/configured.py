@@ -20,10 +20,10 @@ from shardwise.train.data.tokens import vocabulary_size
 from shardwise.train.prepare import checked_plan
 
 if TYPE_CHECKING:
+    from shardwise.core.layouts.tensor_table import Table
     from shardwise.engine.options import EngineOptions
     from shardwise.models.registry import Sizes
     from shardwise.models.trainable import Trainable
-    from shardwise.techniques.tensor.tensor_table import Table
 
 #: The argument and the option of a command that takes both.
 PLAN: Final = typer.Argument(

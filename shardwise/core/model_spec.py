@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardwise.core.layouts.param_layout import AxisLayout
+from shardwise.core.layouts.tensor_table import ModuleShape, Style, Table
 from shardwise.core.layouts.uneven import Cut
-from shardwise.techniques.tensor.tensor_table import ModuleShape, Style, Table
 
 
 class TiledParam(NamedTuple):

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardwise.core.layouts.tensor_table import ModuleShape
 from shardwise.derive.axis_rules import Dim, Dims, TracedAxis, fresh, leaves, mix, propagate, unite
 from shardwise.observe import work
 from shardwise.observe.meta_pass import as_on
 from shardwise.techniques.data.outputs import tensors_in
-from shardwise.techniques.tensor.tensor_table import ModuleShape
 
 Key = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 

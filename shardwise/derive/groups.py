@@ -21,6 +21,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.comm.world import traced as counting_world
+from shardwise.core.layouts.tensor_table import Table
 from shardwise.core.layouts.uneven import even
 from shardwise.core.mesh import TENSOR, Mesh
 from shardwise.core.plan.plan import Plan
@@ -28,7 +29,6 @@ from shardwise.derive.axis_rules import TracedAxis, leaves
 from shardwise.derive.axis_trace import OperationTrace, TracedLayer, traced
 from shardwise.observe.meta_pass import UNKNOWN, meta_copy, value_copy
 from shardwise.techniques.tensor import apply as tensor_parallel
-from shardwise.techniques.tensor.tensor_table import Table
 
 #: Of more groups that exclude each other, the largest are considered.
 _SEARCHED = 12

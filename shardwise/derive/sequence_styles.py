@@ -12,10 +12,10 @@ leaves shards, so that the stream is sharded from one to the next.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from shardwise.core.layouts.tensor_table import ModuleShape, parent
 from shardwise.derive.axis_rules import TracedAxis
 from shardwise.derive.axis_trace import OperationTrace, TraceEvent
 from shardwise.derive.groups import LayerGroup
-from shardwise.techniques.tensor.tensor_table import ModuleShape, parent
 
 
 class Refused(Exception):  # noqa: N818  # the reason, which is given to the user

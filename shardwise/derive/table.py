@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.core.errors import InputError, bad
+from shardwise.core.layouts.tensor_table import ModuleShape, Table, general, matches, parent
 from shardwise.core.mesh import TENSOR
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.arguments import flag
@@ -40,7 +41,6 @@ from shardwise.engine.predict import predict
 from shardwise.observe.meta_pass import UNKNOWN, meta_copy
 from shardwise.techniques.tensor.source import own_table, shapes
 from shardwise.techniques.tensor.table_check import check
-from shardwise.techniques.tensor.tensor_table import ModuleShape, Table, general, matches, parent
 
 #: More attributes than this are not tried in all combinations.
 _TRIED = 4

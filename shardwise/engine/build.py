@@ -18,6 +18,7 @@ from shardwise.core.applied import Applied
 from shardwise.core.buffer_sizes import Slots, gradient_slots
 from shardwise.core.layouts.layouts import layouts, norm_axes
 from shardwise.core.layouts.param_layout import Groups
+from shardwise.core.layouts.tensor_table import Table
 from shardwise.core.mesh import PIPELINE, TENSOR
 from shardwise.core.model_spec import Facts, TiledParam
 from shardwise.core.plan.plan import Plan
@@ -43,7 +44,6 @@ from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.flat.weight_gradient import take_over
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Pace, StagedUnits, Unit, Units
-from shardwise.techniques.data.wrap_policy import UnitSpec
 from shardwise.techniques.expert import apply as expert
 from shardwise.techniques.layers import apply as layers
 from shardwise.techniques.layers.plans import LayerPlans, require_units
@@ -51,8 +51,8 @@ from shardwise.techniques.pipeline import stage_module
 from shardwise.techniques.pipeline.stage_module import Staging
 from shardwise.techniques.recompute import apply as recompute
 from shardwise.techniques.tensor import apply as tensor
-from shardwise.techniques.tensor.tensor_table import Table
 from shardwise.techniques.tile.apply import Tiling, tile
+from shardwise.wrap.wrap_policy import UnitSpec
 
 Technique = TypeVar("Technique")
 

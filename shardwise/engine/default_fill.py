@@ -1,5 +1,5 @@
-"""Initial weights of a model on the meta device without `fill`, and the cut of parameters to
-layouts.
+"""Initial weights of a model on the meta device without `fill`, its buffers, and the cut of
+parameters to layouts.
 
 Each module's own initialisation runs on real memory, one module at a time: the `_init_weights` of
 the model around it (a convention of transformers and of nanoGPT), else its `reset_parameters`.  The
@@ -13,12 +13,14 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.inference import renew_buffers
 from shardwise.comm.move import broadcast, part
 from shardwise.comm.world import Axis, World
 from shardwise.core.applied import Fill
@@ -158,3 +160,51 @@ def open_sums(world: World, axis: str, every: Iterable[Groups]) -> dict[Groups, 
         alone = [(rank,) for rank in ranks if rank not in inside]
         found[groups] = world.within(axis, [*groups, *alone])
     return found
+
+
+# --- buffers --------------------------------------------------------------------------------------
+
+
+def materialise(model: nn.Module, device: torch.device, fill: Fill | None = None) -> None:
+    """Give buffers that are on the meta device memory on `device` and their values.
+    The value comes from `fill`, if its attribute `names` has the buffer's name (sw.fill_from), else
+    from the module's own `reset_buffers` or `reset_running_stats`, else, in a model of
+    `transformers`, from the `_init_weights` of the module around it.  Buffers that were made under
+    inference mode become normal tensors.  Raises InputError for a buffer that none of them sets.
+    """
+    renew_buffers(model.modules())
+    for prefix, module in model.named_modules():
+        meta = {name: b for name, b in module.named_buffers(recurse=False) if b.is_meta}
+        if not meta:
+            continue
+        made = {name: torch.zeros_like(b, device=device) for name, b in meta.items()}
+        for name, fresh in made.items():
+            module.register_buffer(name, fresh, name not in module._non_persistent_buffers_set)
+        began = {name: fresh._version for name, fresh in made.items()}
+        if (reset := _reset_of(model, prefix, module)) is not None:
+            reset()
+        for name, fresh in made.items():
+            full, now = f"{prefix}.{name}" if prefix else name, getattr(module, name)
+            if fill is not None and full in getattr(fill, "names", ()):
+                fill(full, now)
+            elif now is fresh and fresh._version == began[name]:
+                raise _valueless(full, module)
+
+
+def _reset_of(model: nn.Module, prefix: str, module: nn.Module) -> Callable[[], Any] | None:
+    for name in ("reset_buffers", "reset_running_stats"):
+        if callable(reset := getattr(module, name, None)):
+            return reset
+    if not all(p.is_meta for p in module.parameters(recurse=False)):
+        return None  # _init_weights would overwrite them
+    around = initialiser(model, prefix)
+    return None if around is None else partial(around, module)
+
+
+def _valueless(name: str, module: nn.Module) -> Exception:
+    kind = type(module).__name__
+    return bad(
+        f"the buffer {name} on the meta device, whose {kind} has nothing that sets its value",
+        f"a method reset_buffers of {kind}, or weights that hold it (sw.fill_from)",
+        f"def reset_buffers(self): self.{name.rpartition('.')[2]}.copy_(...)",
+    )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.inference import normal_mode
 from shardwise.comm.ledger import Ledger, rank_bytes
 from shardwise.comm.move import begin_sum
 from shardwise.comm.unchanged import kept
@@ -39,7 +40,6 @@ from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.engine.state import state
 from shardwise.engine.step_end import Metrics, PendingResult, StepNumbers, StepResult
 from shardwise.techniques.data.apply import cast_whole
-from shardwise.techniques.data.buffers import normal_mode
 from shardwise.techniques.data.units import Unit
 from shardwise.techniques.layers.exchange import plain
 from shardwise.techniques.offload.disk_optimizer import open_disk

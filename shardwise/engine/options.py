@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from shardwise.comm.world import World
 from shardwise.core.applied import Fill
 from shardwise.core.errors import bad
+from shardwise.core.layouts.tensor_table import Table
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.arguments import (
     CHECK_EVERY,
@@ -27,10 +28,9 @@ from shardwise.engine.batch import Count, Tokens
 from shardwise.engine.checks import validate
 from shardwise.engine.optimizer.optimizer_spec import AdamW, OptimizerSpec
 from shardwise.observe.work import KERNELS, Kernels
-from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.techniques.layers.plans import LayerPlans
 from shardwise.techniques.recompute.apply import Recomputation
-from shardwise.techniques.tensor.tensor_table import Table
+from shardwise.wrap.wrap_policy import Rule
 
 # --- the arguments as dataclasses -----------------------------------------------------------------
 

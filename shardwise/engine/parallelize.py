@@ -11,7 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.comm.inference import normal_mode
 from shardwise.comm.world import World, init
+from shardwise.core.layouts.tensor_table import Table
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
 from shardwise.core.tools.arguments import CHECK_EVERY
@@ -28,8 +30,6 @@ from shardwise.observe import meta_pass
 from shardwise.observe.work import kernels_of
 from shardwise.techniques.data import rerun
 from shardwise.techniques.data.apply import layable
-from shardwise.techniques.data.buffers import normal_mode
-from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.techniques.expert.apply import check_experts
 from shardwise.techniques.pipeline import stage_module, weight_stashing
 from shardwise.techniques.recompute.apply import (
@@ -40,9 +40,9 @@ from shardwise.techniques.recompute.apply import (
 )
 from shardwise.techniques.tensor import first_step
 from shardwise.techniques.tensor.apply import layer_tables, table_for
-from shardwise.techniques.tensor.tensor_table import Table
 from shardwise.techniques.tile.apply import tiled_layers
 from shardwise.wrap.unwrap import no_wrapper
+from shardwise.wrap.wrap_policy import Rule
 
 
 @normal_mode()

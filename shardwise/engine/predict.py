@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
+from shardwise.core.layouts.tensor_table import Table
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
@@ -21,8 +22,7 @@ from shardwise.engine.options import EngineOptions, Loss
 from shardwise.engine.parallelize import plan_of
 from shardwise.observe.work import Kernels
 from shardwise.prediction.prediction import DryStep, Prediction
-from shardwise.techniques.data.wrap_policy import Rule
-from shardwise.techniques.tensor.tensor_table import Table
+from shardwise.wrap.wrap_policy import Rule
 
 #: The note on a prediction of experts on ranks.
 EVEN: Final = (

@@ -19,6 +19,7 @@ from transformers.trainer_utils import EvalPrediction, has_length
 from shardwise.checkpoint.engines import load, save
 from shardwise.comm.world import World, init
 from shardwise.core.errors import bad
+from shardwise.core.layouts.tensor_table import Table
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import require
 from shardwise.engine.engine import Engine
@@ -30,7 +31,6 @@ from shardwise.hf.shares import PADDING, DataRanks, Updated, first_rows, joined,
 from shardwise.hf.training_arguments import completed_plan, require_honoured, require_trainable
 from shardwise.models.trainable import without_decay
 from shardwise.techniques.pipeline.trace.placeholders import twin
-from shardwise.techniques.tensor.tensor_table import Table
 
 #: The folder of the engine's checkpoint in Trainer's, and the file of the scheduler.
 ENGINE: Final = "shardwise"

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.core.errors import bad
+from shardwise.core.layouts.tensor_table import Table
 from shardwise.models.trainable import Loss, initial
-from shardwise.techniques.tensor.tensor_table import Table
 
 ROTARY_BASE: Final = 10_000.0
 NORM_EPS: Final = 1e-6

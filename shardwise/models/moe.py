@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import bad
+from shardwise.core.layouts.tensor_table import Table
 from shardwise.models import gpt
 from shardwise.models.gpt import NORM_EPS, Attention, GPTConfig, SwiGLU, rotation
 from shardwise.models.trainable import Loss
 from shardwise.techniques.expert.gate import FIXED, GATES, Gate
 from shardwise.techniques.expert.moe_layer import MoE, name_layers
-from shardwise.techniques.tensor.tensor_table import Table
 
 FORM: Final = "GATE, and after colons a capacity, the number of experts, and those of a token"
 TINY: Final = GPTConfig(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.world import World
 from shardwise.core.errors import bad
+from shardwise.core.layouts.tensor_table import Table
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.hub import folder_of
 from shardwise.derive.table import table_or_derived
@@ -32,15 +33,14 @@ from shardwise.models.trainable import without_decay
 from shardwise.observe.dry_twin import DryTwin
 from shardwise.observe.work import kernels_of
 from shardwise.prediction.prediction import Prediction
-from shardwise.techniques.data.wrap_policy import blocks
 from shardwise.techniques.expert import apply as expert_parallel
 from shardwise.techniques.tensor import apply as tensor_parallel
-from shardwise.techniques.tensor.tensor_table import Table
 from shardwise.train.config import Config
 from shardwise.train.config_sections import ModelSection, TrainSection
 from shardwise.train.data.data import Rows, padded
 from shardwise.train.prepare import PreparedRun
 from shardwise.verify.inputs import table_in
+from shardwise.wrap.wrap_policy import blocks
 
 Batch = dict[str, Tensor]
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from shardwise.callbacks import Callback
+    from shardwise.core.layouts.tensor_table import Table
     from shardwise.models.registry import Sizes
-    from shardwise.techniques.tensor.tensor_table import Table
 
 
 @dataclass(frozen=True)

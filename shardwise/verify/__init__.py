@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from shardwise.core.layouts.tensor_table import Table
     from shardwise.core.plan.plan import Plan
-    from shardwise.techniques.tensor.tensor_table import Table
     from shardwise.verify.report import Report
 
 

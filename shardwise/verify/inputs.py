@@ -12,11 +12,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from shardwise.core.errors import InputError, bad, read_text
+from shardwise.core.layouts.tensor_table import Table
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.options import Rule
 from shardwise.models.trainable import Trainable
 from shardwise.observe.work import Kernels
-from shardwise.techniques.tensor.tensor_table import Table
 
 #: Keys that a file may have in addition to its styles, as in Table.of.
 BESIDE: Final = ("heads", "kv_heads", "sequence", "sets", "derived")

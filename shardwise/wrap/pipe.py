@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from shardwise.comm.inference import normal_mode
 from shardwise.comm.move import all_reduce, broadcast
 from shardwise.comm.parameter import become
 from shardwise.comm.transport import Lease
@@ -37,11 +38,9 @@ from shardwise.engine.batch import copied, enough, is_written, split
 from shardwise.engine.checks import consistency, validate
 from shardwise.engine.checks.as_before import as_before
 from shardwise.engine.checks.validate import without_compiler
-from shardwise.engine.default_fill import default_fill
+from shardwise.engine.default_fill import default_fill, materialise
 from shardwise.engine.rank_zero_weights import RankZeroWeights, missing_weights
-from shardwise.observe.meta_buffers import materialise
 from shardwise.techniques.data.apply import drivers
-from shardwise.techniques.data.buffers import normal_mode
 from shardwise.techniques.pipeline import stage_module
 from shardwise.techniques.pipeline.partition import calls_of, starts
 from shardwise.techniques.pipeline.runtime import open_channels, run

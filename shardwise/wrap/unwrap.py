@@ -5,13 +5,13 @@ from abc import ABC, abstractmethod
 import torch
 from torch import nn
 
+from shardwise.comm.inference import normal_mode
 from shardwise.comm.transport import Lease
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.tools.structure import uncompiled
 from shardwise.engine.checks import validate
 from shardwise.techniques.data.apply import driver_of, drivers, flats_of
-from shardwise.techniques.data.buffers import normal_mode
 from shardwise.techniques.data.flat.flat_parameter import Flat
 
 

@@ -19,6 +19,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from shardwise.comm.inference import normal_mode
 from shardwise.comm.move import all_reduce, begin_sum
 from shardwise.comm.transport import Lease
 from shardwise.comm.world import Axis, World
@@ -46,12 +47,11 @@ from shardwise.techniques.data.apply import (
     shard,
     units_of,
 )
-from shardwise.techniques.data.buffers import normal_mode
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Pace
-from shardwise.techniques.data.wrap_policy import Rule
 from shardwise.wrap import plain_optimizer
 from shardwise.wrap.unwrap import no_wrapper, wrapper_of
+from shardwise.wrap.wrap_policy import Rule
 
 #: FSDP's names for the rows (arXiv 2304.11277).  Hybrid strategies shard inside groups of ranks.
 STRATEGIES = {

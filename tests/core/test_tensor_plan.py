@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.core.errors import InputError
-from shardwise.techniques.tensor.table_check import check
-from shardwise.techniques.tensor.tensor_table import (
+from shardwise.core.layouts.tensor_table import (
     STYLES,
     ModuleShape,
     Style,
@@ -20,6 +19,7 @@ from shardwise.techniques.tensor.tensor_table import (
     cuts,
     numbers,
 )
+from shardwise.techniques.tensor.table_check import check
 
 WORDS = [*(style for style in STYLES if style != "colwise:N"), "colwise:2", "colwise:12"]
 NAMES = [

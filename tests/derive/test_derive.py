@@ -9,12 +9,12 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.core.errors import InputError
+from shardwise.core.layouts.tensor_table import Table, matches
 from shardwise.core.plan.plan import Plan
 from shardwise.derive.table import Derived, derive_table
 from shardwise.engine.predict import predict
 from shardwise.models.registry import find
 from shardwise.techniques.tensor.source import own_table
-from shardwise.techniques.tensor.tensor_table import Table, matches
 from shardwise.train import config
 from shardwise.train.prepare import RunStart, prepare
 from shardwise.verify.inputs import Options, table_in

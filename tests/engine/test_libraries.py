@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
+from shardwise.core.layouts.tensor_table import assign
 from shardwise.models import hf, user
 from shardwise.techniques.tensor.source import shapes, table_of
-from shardwise.techniques.tensor.tensor_table import assign
 from tests.engine import loops
 from tests.engine.cases import difference, regression, settled
 from tests.pool import run_gloo, run_threads

@@ -16,8 +16,8 @@ from shardwise.core.errors import InputError
 from shardwise.models import gpt
 from shardwise.models.gpt import GPT, SIZES, Block
 from shardwise.models.registry import find
-from shardwise.techniques.data.wrap_policy import UnitSpec, choose
 from shardwise.techniques.pipeline.partition import balance_by_time, calls_of, starts
+from shardwise.wrap.wrap_policy import UnitSpec, choose
 from tests.engine.zoo import ClassToken, Lists, Stack
 from tests.pool import run_threads
 

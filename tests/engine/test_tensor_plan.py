@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import InputError
+from shardwise.core.layouts.tensor_table import STYLES, Table, assign, cuts
 from shardwise.models import hf
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.techniques.tensor.hf_tables import _DECODERS, _STYLES
 from shardwise.techniques.tensor.source import shapes, table_of
 from shardwise.techniques.tensor.table_check import check
-from shardwise.techniques.tensor.tensor_table import STYLES, Table, assign, cuts
 
 transformers = pytest.importorskip("transformers")
 

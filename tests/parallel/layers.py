@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.techniques.tensor.tensor_table import Table
+from shardwise.core.layouts.tensor_table import Table
 from tests.engine.cases import Task, regression, settled
 
 WIDTH, HIDDEN, OUT = 10, 13, 7

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardwise as sw
+from shardwise.core.layouts.tensor_table import Table
 from shardwise.prediction.cluster import PRESETS, Cluster
 from shardwise.prediction.prediction import Operation, Prediction
 from shardwise.prediction.time.network import Network, operation_s
 from shardwise.prediction.time.streams import spans
-from shardwise.techniques.tensor.tensor_table import Table
 
 # The models, as their programs computed them.
 #

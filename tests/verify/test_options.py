@@ -15,11 +15,11 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise.core.errors import InputError
+from shardwise.core.layouts.tensor_table import Table
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.predict import predict_with
 from shardwise.models.registry import find
 from shardwise.models.trainable import Loss, Trainable
-from shardwise.techniques.tensor.tensor_table import Table
 from shardwise.verify.command import cause, model_of, verify
 from shardwise.verify.finding import Costs, Finding
 from shardwise.verify.inputs import Options, table_in

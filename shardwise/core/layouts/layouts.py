@@ -14,12 +14,12 @@ from dataclasses import replace
 
 from shardwise.core.layouts.layout import I, R
 from shardwise.core.layouts.param_layout import AxisLayout, Layout
+from shardwise.core.layouts.tensor_table import bias_cut, cuts
 from shardwise.core.mesh import EXPERTS, PIPELINE, REST, TENSOR, TILE
 from shardwise.core.model_spec import Facts, TensorSpec
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.techniques.tensor.tensor_table import bias_cut, cuts
 
 #: Styles of modules that apply replicated parameters to shards: their gradients are summed.
 SUMMED = ("replicated", "sequence")

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.inference import normal_mode
 from shardwise.comm.move import receive, send
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
@@ -25,7 +26,6 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.state import extra_state, state
 from shardwise.engine.state.box import Box, block
 from shardwise.techniques.data.apply import driver_of, flats_of
-from shardwise.techniques.data.buffers import normal_mode
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.pipeline.trace.interceptor import StandIn
 from shardwise.wrap.pipe import Piped, pipe_of

@@ -18,17 +18,16 @@ from shardwise.core.tools.hook import Hook
 from shardwise.core.tools.structure import plain_key, uncompiled
 from shardwise.core.zero import Row
 from shardwise.engine.checks import validate
-from shardwise.engine.default_fill import fill_part
+from shardwise.engine.default_fill import fill_part, materialise
 from shardwise.engine.precision import HALF, cast_inputs, param_dtypes
 from shardwise.engine.rank_zero_weights import RankZeroWeights
-from shardwise.observe.meta_buffers import materialise
 from shardwise.techniques.data.buffers import Buffers
 from shardwise.techniques.data.consensus import Consensus
 from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.flat.local_layout import LocalLayout
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Pace, Unit, Units
-from shardwise.techniques.data.wrap_policy import Rule, UnitSpec, choose
+from shardwise.wrap.wrap_policy import Rule, UnitSpec, choose
 
 #: Neighbours smaller than this are one unit: below it a message costs more than what it carries.
 LEAST_BYTES = 2**21

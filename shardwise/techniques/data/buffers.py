@@ -4,19 +4,15 @@ Every step begins with rank 0's buffers, as under DDP: all of them, in messages 
 the pool (comm/gloo/pool.py), because no rank knows whether another has changed one. The further
 microbatches of a step go on with each rank's own, so a program can count in a buffer and sum it
 before the update. A model without buffers sends nothing.
-
-A tensor made in torch.inference_mode can never be written to, or take part in training, outside of
-it. So state that outlives a call (units, traces, buffers) is made in normal mode, without
-gradients.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.inference import renew_buffers
 from shardwise.comm.move import broadcast
 from shardwise.comm.world import Axis
 
@@ -104,21 +100,3 @@ def _broadcast(piece: Sequence[tuple[Tensor, int, int]], axis: Axis) -> None:
             flat.view(torch.uint8)[start:stop].copy_(part)
             if not b.is_contiguous():
                 b.data.copy_(flat.view_as(b))
-
-
-@contextmanager
-def normal_mode() -> Iterator[None]:
-    """Under inference mode: leave it, without gradients; else nothing changes."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(mode=False), torch.no_grad():
-        yield
-
-
-def renew_buffers(modules: Iterable[nn.Module]) -> None:
-    """Replace buffers that were made under inference mode by copies that may be written to."""
-    for module in modules:
-        for key, b in module._buffers.items():
-            if b is not None and b.is_inference():
-                module._buffers[key] = b.clone()

@@ -37,6 +37,7 @@ from shardwise.core.applied import Applied
 from shardwise.core.errors import bad
 from shardwise.core.layouts.layout import R
 from shardwise.core.layouts.param_layout import AxisLayout
+from shardwise.core.layouts.tensor_table import Style, general
 from shardwise.core.layouts.uneven import Cut, even, packed
 from shardwise.core.mesh import EXPERTS, REST
 from shardwise.core.plan.plan import Plan
@@ -52,7 +53,6 @@ from shardwise.techniques.expert.stacked import (
     width_of,
 )
 from shardwise.techniques.tensor.linear import Stream
-from shardwise.techniques.tensor.tensor_table import Style, general
 
 if TYPE_CHECKING:
     from shardwise.engine.options import Build

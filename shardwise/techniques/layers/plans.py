@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from shardwise.core.errors import bad
+from shardwise.core.layouts.tensor_table import Table, matches
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.arguments import suggest
-from shardwise.techniques.data.wrap_policy import Rule, blocks, runs
 from shardwise.techniques.expert import apply as expert_parallel
-from shardwise.techniques.tensor.tensor_table import Table, matches
+from shardwise.wrap.wrap_policy import Rule, blocks, runs
 
 
 @dataclass(frozen=True)

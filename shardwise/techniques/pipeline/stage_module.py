@@ -20,13 +20,13 @@ from shardwise.comm.world import Axis, World, traced
 from shardwise.core.errors import bad
 from shardwise.core.layouts.layouts import stage_layout
 from shardwise.core.layouts.param_layout import Groups
+from shardwise.core.layouts.tensor_table import Table
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.plan.plan import Plan
 from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine import default_fill
 from shardwise.engine.checks.as_before import as_before
-from shardwise.techniques.data.wrap_policy import UnitSpec
 from shardwise.techniques.pipeline.partition import calls_of, starts, starts_of_counts
 from shardwise.techniques.pipeline.stage_io import StageTrace
 from shardwise.techniques.pipeline.staged_model import Stages
@@ -35,7 +35,7 @@ from shardwise.techniques.pipeline.trace.placeholders import twin as twin_of
 from shardwise.techniques.tensor import apply as tensor_parallel
 from shardwise.techniques.tensor import rng
 from shardwise.techniques.tensor.sharded_logits import Tensors
-from shardwise.techniques.tensor.tensor_table import Table
+from shardwise.wrap.wrap_policy import UnitSpec
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from shardwise.core.errors import bad
 from shardwise.core.mesh import TENSOR
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.tree import leaves
-from shardwise.techniques.data.wrap_policy import Rule, blocks
 from shardwise.techniques.expert.apply import layers_of
 from shardwise.techniques.layers.plans import layer_plans
 from shardwise.techniques.recompute import choice
 from shardwise.techniques.recompute.checkpointed import NONE, Recomputed
 from shardwise.techniques.recompute.host_activations import HostActivations
 from shardwise.techniques.recompute.kept import Generators
+from shardwise.wrap.wrap_policy import Rule, blocks
 
 if TYPE_CHECKING:
     from shardwise.engine.options import Build

@@ -16,6 +16,16 @@ from shardwise.comm.world import World
 from shardwise.core.errors import refusal
 from shardwise.core.layouts.layouts import SUMMED, tensor_layouts
 from shardwise.core.layouts.param_layout import AxisLayout, Groups
+from shardwise.core.layouts.tensor_table import (
+    ModuleShape,
+    Style,
+    Table,
+    assign,
+    cuts,
+    matches,
+    numbers,
+    unmatched,
+)
 from shardwise.core.layouts.uneven import Cut
 from shardwise.core.mesh import TENSOR
 from shardwise.core.model_spec import TensorSpec
@@ -29,16 +39,6 @@ from shardwise.techniques.tensor.sequence import sum_spans
 from shardwise.techniques.tensor.sharded_logits import Tensors, nowhere, sharded_logits
 from shardwise.techniques.tensor.source import shapes, table_of, without
 from shardwise.techniques.tensor.table_check import check
-from shardwise.techniques.tensor.tensor_table import (
-    ModuleShape,
-    Style,
-    Table,
-    assign,
-    cuts,
-    matches,
-    numbers,
-    unmatched,
-)
 
 if TYPE_CHECKING:
     from shardwise.engine.options import Build

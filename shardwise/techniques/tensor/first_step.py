@@ -34,21 +34,21 @@ from shardwise.comm.unchanged import generators_of, kept_values, seeded
 from shardwise.comm.world import World
 from shardwise.core.applied import Fill, during
 from shardwise.core.errors import bad
+from shardwise.core.layouts.tensor_table import Table
 from shardwise.core.tools.hook import collect, in_place_of
 from shardwise.engine.batch import is_empty, on_device, split, widened
 from shardwise.engine.checks import validate
 from shardwise.engine.checks.as_before import as_before
 from shardwise.engine.checks.consistency import TOLERANCE, TOLERANCE_16_BIT
+from shardwise.engine.default_fill import materialise
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import Build, Training
 from shardwise.engine.precision import HALF
 from shardwise.engine.state.full import full_state_dict
-from shardwise.observe.meta_buffers import materialise
 from shardwise.observe.meta_pass import meta_copy
 from shardwise.techniques.data.apply import cast_whole
 from shardwise.techniques.tensor.apply import lay_out
 from shardwise.techniques.tensor.sharded_logits import Tensors, nowhere
-from shardwise.techniques.tensor.tensor_table import Table
 
 #: The copies of the parameters that a rank needs.
 COPIES: Final = 2

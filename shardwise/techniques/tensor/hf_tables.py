@@ -15,7 +15,7 @@ from typing import Any, Final
 from torch import nn
 
 from shardwise.core.errors import bad
-from shardwise.techniques.tensor.tensor_table import Table, by_pattern, matches, parent
+from shardwise.core.layouts.tensor_table import Table, by_pattern, matches, parent
 
 #: The library's styles and ours; None: replicated, as experts are.
 _STYLES: Final[dict[str, str | None]] = {

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardwise.comm.move import broadcast
 from shardwise.comm.unchanged import generators_of, seeded
 from shardwise.comm.world import Axis
-from shardwise.techniques.tensor.tensor_table import Style
+from shardwise.core.layouts.tensor_table import Style
 
 
 def _dropout_rate(_x: Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> float:

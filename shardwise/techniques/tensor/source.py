@@ -29,8 +29,7 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import InputError, bad
-from shardwise.techniques.tensor.hf_tables import own_plan
-from shardwise.techniques.tensor.tensor_table import (
+from shardwise.core.layouts.tensor_table import (
     Entries,
     ModuleShape,
     Style,
@@ -39,6 +38,7 @@ from shardwise.techniques.tensor.tensor_table import (
     last,
     matching,
 )
+from shardwise.techniques.tensor.hf_tables import own_plan
 
 
 def table_of(model: nn.Module, table: Table | Mapping[str, str] | None = None) -> Table:

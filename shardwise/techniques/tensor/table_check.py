@@ -18,8 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from shardwise.core.errors import Problem
-from shardwise.core.layouts.uneven import Cut, Range, even, wide
-from shardwise.techniques.tensor.tensor_table import (
+from shardwise.core.layouts.tensor_table import (
     ModuleShape,
     Style,
     Table,
@@ -31,6 +30,7 @@ from shardwise.techniques.tensor.tensor_table import (
     parent,
     unmatched,
 )
+from shardwise.core.layouts.uneven import Cut, Range, even, wide
 
 #: The end of the name of a layer that peft wrapped, or added.
 _ADAPTER = re.compile(r"\.(base_layer|original_module|(lora_[AB]|modules_to_save)\.[^.]+)$")

@@ -35,9 +35,9 @@ from shardwise.core.mesh import TILE
 from shardwise.core.model_spec import TiledParam
 from shardwise.core.plan.plan import Plan
 from shardwise.kernels.cross_entropy import under_autocast
-from shardwise.techniques.data.wrap_policy import Rule, UnitSpec, blocks
 from shardwise.techniques.tile.tiled_logits import TileSums, tiled_logits
 from shardwise.techniques.tile.word import LARGE
+from shardwise.wrap.wrap_policy import Rule, UnitSpec, blocks
 
 
 class Tile(nn.Module):

@@ -192,7 +192,7 @@ class Table:
         """The table from dicts, pattern to style, in their order. `sets` maps a pattern to
         {attribute: "heads", "kv_heads", "groups" or "queries"}. Raises InputError as Table does.
         """
-        if not isinstance(styles, Mapping):
+        if not hasattr(styles, "items"):
             instead = 'table={"*.up": "colwise", "*.down": "rowwise"}'
             raise bad(f"table={styles!r}", "a sw.Table, or a dict of pattern to style", instead)
         return cls(
