@@ -80,7 +80,7 @@ _HOMES = {
     "RunError": "core.errors",
     "Mesh": "core.mesh",
     "Plan": "core.plan.plan",
-    "Table": "techniques.tensor.tensor_table",
+    "Table": "core.layouts.tensor_table",
     "World": "comm.world",
     "init": "comm.world",
     "Gate": "techniques.expert.gate",
