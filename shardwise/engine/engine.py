@@ -31,7 +31,7 @@ from shardwise.engine.build import lay_out
 from shardwise.engine.checks import validate
 from shardwise.engine.checks.consistency import ConsistencyCheck
 from shardwise.engine.checks.guard import Guard
-from shardwise.engine.optimizer.norm import LossScale, LossWeights, counted
+from shardwise.engine.optimizer.norm import LossScale, LossWeights, Spikes, counted
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_state import Catalogue
 from shardwise.engine.options import Build, Training
@@ -96,8 +96,10 @@ class Engine:
         self.world.tiers.bound_device(self.plan.device_memory_bytes)
 
     def _guard(self) -> Guard:
-        by_norm = self.training.clip is not None or self.scale.on
-        skip = self.training.on_nonfinite == "skip"
+        how, _, most = self.training.on_nonfinite.partition(":")
+        self.spikes = Spikes(float(most) if most else None)
+        by_norm = self.training.clip is not None or self.scale.on or bool(most)
+        skip = how == "skip"
         for each in self.sharded.applied:
             each.skips = skip or self.scale.on
         guard = Guard(self.world, self.sharded.tensor, self.names, by_norm=by_norm, skip=skip)
@@ -260,7 +262,9 @@ class Engine:
                 used[:-1] = self.consensus.expected()
         by_norm, raises = self.guard.by_norm, not self.guard.skip
         squares, differs = step_end.squares(self, differs) if by_norm else (loss * 0, differs)
-        numbers = StepNumbers(weights.correction(tokens), loss, tokens, used, squares, differs)
+        correction = weights.correction(tokens)
+        squares = self.spikes.without(squares, correction)
+        numbers = StepNumbers(correction, loss, tokens, used, squares, differs)
         same, arriving = self.consensus.same, chain(first, arriving)
         waits = self.scale.on or self.passes.stale is not None
         late = self.optimizer.skips_on_device and not waits
@@ -401,6 +405,7 @@ class Engine:
             "step": self.steps,
             "loss_scale": self.scale.value,
             "since": self.scale.good,
+            "norms": self.spikes.known.tolist(),
             "optimizer": self.training.optimizer.kind.__name__,
             "groups": self.optimizer.options.changed(),
         } | state.values(self.model, self.sharded, self.optimizer, self.world)
@@ -409,6 +414,7 @@ class Engine:
         self.steps = int(saved["step"])
         self.scale.value, self.scale.good = float(saved["loss_scale"]), int(saved["since"])
         self.scale.value = self.scale.value if self.scale.on else 1.0
+        self.spikes.known = torch.tensor(saved.get("norms", [0.0] * 3), dtype=torch.float64)
         self.optimizer.options.load_changed(saved.get("groups", {}))
 
     def gradients(self) -> list[state.Box]:

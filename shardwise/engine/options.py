@@ -21,6 +21,7 @@ from shardwise.core.tools.arguments import (
     choice,
     flag,
     integer,
+    on_nonfinite,
     positive,
     short_repr,
 )
@@ -101,7 +102,8 @@ class EngineOptions:
     rows               rows(batch), the number of rows of a batch; None: dim 0 of its tensors
     clip               the largest norm of all gradients together; None: no clipping
     on_nonfinite       a step whose loss or gradient is not finite: "raise" raises sw.RunError on
-                       all ranks before any update, "skip" skips the update
+                       all ranks before any update, "skip" skips the update; "skip:6" also that of
+                       a gradient whose norm is over 6 deviations above the mean of recent steps
     check_every        steps between two comparisons of the ranks: along tensor and pipeline axes
                        batch, loss and gradients, along data axes the replicated weights and
                        optimizer states; 0: only in the first step, and no weights.  With
@@ -147,7 +149,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         positive("clip", self.clip)
-        choice("on_nonfinite", self.on_nonfinite, ("raise", "skip"))
+        on_nonfinite(self.on_nonfinite)
         choice("device", self.kernels, KERNELS)
         integer("seed", self.seed, 0, 0, MOST_SEED)
         flag("broadcast_buffers", self.broadcast_buffers)

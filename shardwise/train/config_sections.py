@@ -13,6 +13,7 @@ from pydantic import (
 )
 
 from shardwise.core.errors import bad, expanded
+from shardwise.core.tools import arguments
 from shardwise.core.tools.arguments import CHECK_EVERY, CheckEvery
 
 CLOSED: Final = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
@@ -183,10 +184,11 @@ class TrainSection(BaseModel):
         description="the largest norm of the gradient; `0` for none, which `pipedream` and `2bw` "
         "require",
     )
-    on_nonfinite: Literal["raise", "skip"] = Field(
+    on_nonfinite: Annotated[str, AfterValidator(arguments.on_nonfinite)] = Field(
         default="raise",
         description="if the loss or a gradient of a step is not finite: `raise` ends the run, "
-        "`skip` skips the update (not with `pipedream` and `2bw`)",
+        "`skip` skips the update (not with `pipedream` and `2bw`); `skip:6` also skips one whose "
+        "gradient's norm is over 6 deviations above the mean of recent steps",
     )
     init_from: PathText | None = Field(
         default=None,

@@ -187,6 +187,31 @@ def test_such_a_step_can_be_skipped(plan: str, kind: str):
     assert run_threads(2, skips, plan, kind) == [wanted] * 2
 
 
+def spikes(world: World, plan: str) -> list[int]:
+    """The steps that were skipped: all losses of step 30 are a hundred times as large."""
+    large, task = [False], gpt_task()
+    how = {"optimizer": sw.AdamW(lr=1e-3), "on_nonfinite": "skip:6"}
+    loss = lambda m, batch: task.loss(m, batch) * (99 * large[0] + 1)  # noqa: E731
+    engine, found = sw.parallelize(task.make(), plan, world, loss=loss, **how), list[int]()
+    for step in range(34):
+        large[0] = step == 30
+        if step == 28:  # what is known of recent steps is in a checkpoint
+            saved = engine.scalars()
+            engine.load_scalars(saved | {"norms": [0.0, 0.0, 0.0]})
+            engine.load_scalars(saved)
+        before = state_of(engine) if large[0] else []
+        found += [step] if engine.step(mine(engine, text(step % 7))).skipped else []
+        engine.wait()
+        assert all(map(torch.equal, before, state_of(engine)))
+    return found
+
+
+@pytest.mark.parametrize("plan", ["dp2 fp64", "tp2 bf16", "pp2 1f1b:2 fp64"])
+def test_a_step_with_a_spike_can_be_skipped(plan: str):
+    """A gradient far above those of recent steps; without clipping, and the next one trains on."""
+    assert run_threads(2, spikes, plan) == [[30]] * 2
+
+
 def overflows(world: World) -> str:
     """fp16 whose gradients overflow whatever the scale."""
     engine = build(world, gpt_task(), Case("dp2 fp16", **ADAMW))

@@ -77,6 +77,13 @@ def choice(name: str, value: Any, allowed: Iterable[str]) -> None:
     raise bad(f"{name}={short_repr(value)}", listed, f'{name}="{near}"')
 
 
+def on_nonfinite(value: Any) -> str:
+    """Raise InputError unless `value` is raise, skip, or skip:NUMBER."""
+    if not (isinstance(value, str) and re.fullmatch(r"skip:[0-9]{1,9}(\.[0-9]{1,9})?", value)):
+        choice("on_nonfinite", value, ("raise", "skip", "skip:6"))
+    return value
+
+
 # --- suggestions ----------------------------------------------------------------------------------
 
 __all__ = ["beside", "suggest", "suggestions"]

@@ -127,3 +127,28 @@ class LossScale:
         self.good += 1
         if self.good == self.patience:
             self.value, self.good = min(self.value * 2, 2.0**24), 0
+
+
+class Spikes:
+    """Leaves out steps whose gradients' norm is more than `most` deviations above the mean of the
+    steps before; None leaves out none.  Mean and variance forget (ZClip, arXiv 2504.02507, section
+    3), and nothing is left out before they know `FIRST` steps.
+    """
+
+    FIRST, FORGETS = 25, 0.97
+
+    def __init__(self, most: float | None) -> None:
+        self.most = most
+        self.known = torch.zeros(3, dtype=torch.float64)  # steps, mean, variance
+
+    def without(self, squares: Tensor, correction: Tensor) -> Tensor:
+        """The sum of squares [1] of the gradients, infinite for a step to leave out."""
+        if self.most is None:
+            return squares
+        norm, known = squares.sqrt() * correction, self.known.to(squares.device)
+        steps, mean, variance = known.split(1)
+        far = (norm > mean + self.most * variance.sqrt()) & (steps >= self.FIRST)
+        kept, off = (steps / (steps + 1)).clamp(max=self.FORGETS), norm - mean
+        new = [steps + 1, mean + (1 - kept) * off, kept * (variance + (1 - kept) * off.square())]
+        self.known = torch.where(norm.isfinite() & ~far, torch.cat(new), known)
+        return torch.where(far, math.inf, squares)
