@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shardwise.comm.inference import normal_mode
 from shardwise.comm.ledger import Ledger, rank_bytes
 from shardwise.comm.move import begin_sum
+from shardwise.comm.tiers.host_memory import doubles_on
 from shardwise.comm.unchanged import kept
 from shardwise.core.buffer_sizes import pool_bytes
 from shardwise.core.errors import InputError
@@ -414,7 +415,7 @@ class Engine:
         self.steps = int(saved["step"])
         self.scale.value, self.scale.good = float(saved["loss_scale"]), int(saved["since"])
         self.scale.value = self.scale.value if self.scale.on else 1.0
-        self.spikes.known = torch.tensor(saved.get("norms", [0.0] * 3), dtype=torch.float64)
+        self.spikes.known = doubles_on(saved.get("norms", [0.0] * 3), self.world.device)
         self.optimizer.options.load_changed(saved.get("groups", {}))
 
     def gradients(self) -> list[state.Box]:

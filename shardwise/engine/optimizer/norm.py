@@ -139,7 +139,7 @@ class Spikes:
 
     def __init__(self, most: float | None) -> None:
         self.most = most
-        self.known = torch.zeros(3, dtype=torch.float64)  # steps, mean, variance
+        self.known = torch.zeros(3, dtype=torch.float64, device="cpu")  # steps, mean, variance
 
     def without(self, squares: Tensor, correction: Tensor) -> Tensor:
         """The sum of squares [1] of the gradients, infinite for a step to leave out."""

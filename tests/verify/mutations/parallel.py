@@ -127,7 +127,7 @@ ROWS |= {
         loss_file, "known_classes", lambda found, *args: (found + 1) % args[2]
     ),
     "a z-loss twice as large [tp2 of squared]": by.arguments(
-        loss_file._Losses, "apply", lambda *args: (*args[:-1], replace(args[-1], z=2 * args[-1].z))
+        loss_file._Losses, "apply", lambda *args: (*args[:-1], 2 * args[-1])
     ),
     "a sequence not gathered backward [tp2 sp of gpt]": by.instead(
         _Leave,
