@@ -223,6 +223,7 @@ def measured_cluster(found: Diagnosis) -> Cluster:
         inside=inside,
         between=between or inside,
         host_link=LinkSpeed.model_validate(speed.link) if speed.link else None,
+        disk_bytes_per_s=None if found.disk is None else found.disk.both_bytes_per_s,
         derating=Derating(products=1.0, memory=1.0, links=1.0),
     )
     network = Network(cluster, Plan.parse(found.mesh), 0)

@@ -4,10 +4,10 @@
     Megatron     table 1 of arXiv 2104.04473: the time of a step from TFLOP/s, A100 80 GB
     torchtitan   December 2024: the time of a step from tokens a second, H100, not compiled
 
-No figure is fitted by row: the three deratings of `Derating` were chosen for all rows together.
-Small products reach less of the peak than predicted, and large ones more. The torchtitan table's
-H100 is limited to 500 of 700 W: its peak is taken in proportion to its power. Compiled kernels are
-not predicted.
+One figure is fitted, to the first of these tables: what a layer reaches of the rate of the best
+shape (`Derating`). The runs are predicted from it. Small products reach less of the peak than
+predicted, and large ones more. The torchtitan table's H100 is limited to 500 of 700 W: its peak is
+taken in proportion to its power. Compiled kernels are not predicted.
 
 Of memory, the torchtitan table states the peak of the allocator, which has two parts that no
 prediction has: what its recomputation frees (every second product, 19 GiB) and what kernels of the
@@ -201,7 +201,7 @@ def megatron_flops(shape: MegatronShape, batch: int) -> float:
 
 A100 = PRESETS["a100-80gb"]
 BIG_22B = MegatronShape(heads=64, hidden=6144, layers=2)
-WORST, MEDIAN = 0.20, 0.10
+WORST, MEDIAN = 0.10, 0.08
 EXACT = 0.005  # a stated error is met to half a percent
 
 
@@ -230,12 +230,12 @@ def test_flops_are_the_papers():
 
 #: Plan, and for each phase the published milliseconds and the error of the prediction.
 LAYERS = {
-    "none": ("dp1 tp8 bf16", (7.7, +0.060), (11.9, -0.013)),
-    "full": ("dp1 tp8 recompute:full bf16", (7.7, +0.060), (19.5, +0.011)),
+    "none": ("dp1 tp8 bf16", (7.7, +0.018), (11.9, -0.032)),
+    "full": ("dp1 tp8 recompute:full bf16", (7.7, +0.018), (19.5, -0.016)),
     "selective and sequence parallel": (
         "dp1 tp8 sp recompute:blocks.*.attn.core bf16",
-        (7.2, +0.060),
-        (13.1, -0.016),
+        (7.2, +0.023),
+        (13.1, -0.045),
     ),
 }
 
@@ -269,16 +269,16 @@ class MegatronRow(NamedTuple):
 
 
 ROWS = {
-    "1.7B": MegatronRow(MegatronShape(24, 2304, 24), "dp32", 512, 137, -0.043),
-    "7.5B": MegatronRow(MegatronShape(32, 4096, 36), "dp32 tp4", 512, 142, -0.052),
+    "1.7B": MegatronRow(MegatronShape(24, 2304, 24), "dp32", 512, 137, -0.094),
+    "7.5B": MegatronRow(MegatronShape(32, 4096, 36), "dp32 tp4", 512, 142, -0.078),
     "39.1B": MegatronRow(
-        MegatronShape(64, 8192, 48), "dp32 tp8 pp2 1f1b:12", 1536, 138, -0.018, 24
+        MegatronShape(64, 8192, 48), "dp32 tp8 pp2 1f1b:12", 1536, 138, -0.047, 24
     ),
     "145.6B": MegatronRow(
-        MegatronShape(96, 12288, 80), "dp24 tp8 pp8 interleaved:48x2", 2304, 148, -0.054, 5
+        MegatronShape(96, 12288, 80), "dp24 tp8 pp8 interleaved:48x2", 2304, 148, -0.076, 5
     ),
     "529.6B": MegatronRow(
-        MegatronShape(128, 20480, 105), "dp9 tp8 pp35 interleaved:280x3", 2520, 163, -0.050, 1
+        MegatronShape(128, 20480, 105), "dp9 tp8 pp35 interleaved:280x3", 2520, 163, -0.066, 1
     ),
 }
 
@@ -299,7 +299,7 @@ def test_table_1_of_megatron(row: MegatronRow):
 # --- torchtitan ----------------------------------------------------------------------------------
 
 #: GPUs, published tokens a second of each, and the error of the time.
-TITAN = [(8, 5762, -0.057), (128, 5605, -0.088)]
+TITAN = [(8, 5762, -0.040), (128, 5605, -0.069)]
 #: By how many GiB the peak on 8 GPUs exceeds that on 128, published; the errors of what rests
 #: between steps, and of the peak, at which a step of ours has no gradients.
 TITAN_GIB = (82.4 - 67.0, -0.090, -0.203)
@@ -352,12 +352,11 @@ def test_the_memory_of_torchtitan_on_more_gpus():
     stored, peaks = ([sum(titan(n).memory.values()), titan(n).device_peak] for n in (8, 128))
     found = [(a - b) / 2**30 / published - 1 for a, b in zip(stored, peaks, strict=True)]
     assert found == pytest.approx(errors, abs=EXACT)
-    assert abs(errors[0]) <= MEDIAN
+    assert abs(errors[0]) <= WORST
 
 
-def test_the_stated_errors_are_small():
-    """Each at most 20 %, and half of them at most 10 %."""
-    errors = [error for _, *phases in LAYERS.values() for _, error in phases]
-    errors += [row.error for row in ROWS.values()] + [error for *_, error in TITAN]
+def test_the_stated_errors_of_runs_are_small():
+    """Each at most 10 %, and half of them at most 8 %."""
+    errors = [row.error for row in ROWS.values()] + [error for *_, error in TITAN]
     assert max(map(abs, errors)) <= WORST
     assert statistics.median(map(abs, errors)) <= MEDIAN

@@ -21,7 +21,6 @@ from shardwise.prediction.prediction import Operation, Prediction
 from shardwise.prediction.time.network import AxisHosts, Network, operation_s
 from shardwise.prediction.time.step_time import StepTime
 from shardwise.prediction.time.streams import Streams
-from shardwise.verify.oracles.oracles import is_asynchronous
 from tests import plans
 
 IDEAL = PRESETS["h100-sxm"].model_copy(
@@ -33,7 +32,7 @@ CONFIG = GPTConfig(512, 4, 64, heads=4, kv_heads=4, intermediate_size=192, seque
 def linked(rate: float, **device: Any) -> Cluster:
     """The ideal cluster with all links at this rate; products alone take time on its devices."""
     speed = IDEAL.inside.model_copy(update={"latency_s": 0.0, "bytes_per_s": rate})
-    own = {"launch_s": 0.0, "memory_bytes_per_s": 1e30, **device}
+    own = {"launch_s": 0.0, "overlap": 1.0, "memory_bytes_per_s": 1e30, **device}
     parts = {"device": IDEAL.device.model_copy(update=own), "inside": speed, "between": speed}
     return IDEAL.model_copy(update=parts)
 
@@ -216,16 +215,21 @@ def test_tokens_and_mfu_follow_from_the_time():
     assert found.mfu == pytest.approx(found.flops / found.seconds / 989e12)
 
 
-@pytest.mark.parametrize(
-    ("plan", "words"),
-    [
-        ("dp2 zero3 offload:optim@disk fp32", ("offload:optim@disk",)),
-        ("dp2 zero3 offload:optim fp32", ()),
-    ],
-)
-def test_what_is_not_modelled_is_named(plan: str, words: tuple[str, ...]):
-    """The time of copies to a disk is missing, and the result says so."""
-    assert timed(plan).unmodelled == words
+@pytest.mark.parametrize("plan", ["optim", "optim@disk", "optim-delayed=1"])
+def test_updates_elsewhere_take_the_time_of_their_memory(plan: str):
+    """Where the cluster has no rate of a tier, the time is missing, and the result says so."""
+    text = f"dp2 zero3 offload:{plan} fp32"
+    found = predicted(text)
+    slow = IDEAL.model_copy(update={"host_bytes_per_s": 1e6, "disk_bytes_per_s": 1e6})
+    bytes_of = found.memory_by_tier
+    steps = [found.step_time(each) for each in (IDEAL, slow)]
+    unknown = IDEAL.model_copy(update={"host_bytes_per_s": None})
+    assert found.step_time(unknown).unmodelled == (f"offload:{plan}",)
+    assert [bool(step.unmodelled) for step in steps] == ["@disk" in plan, False]
+    where = "disk" if "@disk" in plan else "the host"
+    own = 2 * bytes_of[f"optimizer on {where}"] + bytes_of[f"gradients on {where}"]
+    own = max(own, sum(n for kind, n in found.bytes.items() if "disk" in kind))
+    assert steps[1].update_s == pytest.approx(own / 1e6, rel=0.01)
 
 
 #: Words that ask for other models.
@@ -235,7 +239,7 @@ OTHERS = {"recompute:256KiB", "recompute:128KiB", "stages:1,3,1", "stages:2,1,1,
 @pytest.mark.full
 @pytest.mark.parametrize("text", [p for p in plans.every_plan() if not OTHERS & {*p.split()}])
 def test_every_plan_of_the_table_has_a_time(text: str):
-    """Copies between tiers take time; what is on a disk, or updates by its schedule, is named."""
+    """Copies between tiers take time; what is on a disk of unknown speed is named."""
     plan = Plan.parse(text)
     run = configured(None, text, "moe" if plan.ep > 1 else "gpt")
     found = predict_request(run, None, None, 0).prediction(0)
@@ -243,7 +247,7 @@ def test_every_plan_of_the_table_has_a_time(text: str):
     parts = (step.compute_s, *step.exposed_s.values(), step.bubble_s, step.update_s)
     assert min(parts) >= 0 and step.compute_s and step.tokens
     copies = any(line.startswith("tier") for line in found.bytes)
-    assert bool(step.unmodelled) == ("@disk" in text or is_asynchronous(plan))
+    assert bool(step.unmodelled) == ("@disk" in text)
     assert copies or "tier" not in step.exposed_s
 
 

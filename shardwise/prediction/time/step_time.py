@@ -3,7 +3,8 @@
     compute    kernels of the passes, recomputation included
     exposed    by axis, the time for which the compute stream waits for messages and copies
     bubble     in a pipeline, the time for which the rank waits for other stages
-    update     gradients and states are read, states and weights written, at memory bandwidth
+    update     gradients and states are read, states and weights written, at the rate of the memory
+               of the update; a delayed one as far as it outlasts the next step
 
 All microbatches have the shapes of the first, and experts an even load. Of many equal microbatches
 a dry run takes only a few, since those in the middle of a step repeat. In a pipeline, the clock of
@@ -13,6 +14,7 @@ computation and takes one hop. All ranks wait for each other at the end of a ste
 until the last action of the schedule, while its reductions go on.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +25,8 @@ from shardwise.core.mesh import PIPELINE
 from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.schedule.clock import ActionCosts, clock
 from shardwise.core.schedule.schedule import OPS, Schedule
+from shardwise.core.tally import TIER
+from shardwise.core.zero import Tier
 from shardwise.prediction.cluster import Cluster, cluster_of
 from shardwise.prediction.prediction import Begun, Issued
 from shardwise.prediction.time.network import PRECISIONS, Network
@@ -91,33 +95,51 @@ def step_time(found: "Prediction", cluster: Cluster | str | Path) -> StepTime:
             flops[dtype] += times * n
     most = max(flops, key=lambda name: flops[name], default="")
     peak = cluster.device.peak_flops[PRECISIONS.get(most, most)] if flops.get(most) else 1.0
+    compute_s = sum(times * span.compute_s for times, span in own)
+    (on_device_s, on_host_s), offload = update_s(found, cluster), found.plan.offloaded
+    if offload is not None and offload.undelayed is not None:  # beside the next step
+        on_host_s = max(0.0, on_host_s - compute_s - sum(exposed_s.values()) - bubble_s)
     return StepTime(
-        compute_s=sum(times * span.compute_s for times, span in own),
+        compute_s=compute_s,
         exposed_s={axis: s for axis, s in sorted(exposed_s.items()) if s},
         bubble_s=bubble_s,
-        update_s=update_s(found, cluster),
+        update_s=on_device_s + on_host_s,
         tokens=found.tokens,
         flops=sum(flops.values()) / found.plan.mesh.size_of(PIPELINE),
         peak_flops=peak,
-        unmodelled=unmodelled(found),
+        unmodelled=unmodelled(found, cluster),
     )
 
 
-def unmodelled(found: "Prediction") -> tuple[str, ...]:
-    """The words of the plan, of any layer, that take time which `step_time` does not count."""
-    schedule = schedule_of(found.plan)
-    words = dict.fromkeys([found.plan.pipeline or ""] if schedule and schedule.update else [])
-    for plan in found.plan.of_all_layers:
-        words[f"offload:{plan.offload}" if "@disk" in (plan.offload or "") else ""] = None
-    return tuple(filter(None, words))
+def unmodelled(found: "Prediction", cluster: Cluster) -> tuple[str, ...]:
+    """The words of the plan, of any layer, that take time which `step_time` does not count: states
+    in host memory or on a disk of which the cluster has no rate.
+    """
+    words = dict[str, None]()
+    for word in (plan.offload or "" for plan in found.plan.of_all_layers):
+        known = cluster.host_rate and (cluster.disk_bytes_per_s or "@disk" not in word)
+        words |= {f"offload:{word}": None} if word and not known else {}
+    return tuple(words)
 
 
-def update_s(found: "Prediction", cluster: Cluster) -> float:
-    """The seconds in which norm and update read and write, and on a measured cluster `step_s`."""
-    stored = found.memory
-    reads = stored["gradients"] * (2 if found.norm else 1) + stored["optimizer"]
-    written = stored["optimizer"] + stored["parameters"]
-    return (reads + written) / cluster.bytes_per_s + cluster.device.step_s
+def update_s(found: "Prediction", cluster: Cluster) -> tuple[float, float]:
+    """The seconds in which norm and update read and write, on the device and in host memory, beside
+    which states on a disk are copied; on a measured cluster also `step_s`. A schedule that updates
+    by itself updates several times in a step.
+    """
+    schedule, memory = schedule_of(found.plan), found.dry_step.memory
+    updates = schedule.microbatches // schedule.update if schedule and schedule.update else 1
+
+    def seconds(rate: float | None, *tiers: Tier) -> float:
+        stored = sum((Counter(memory[tier]) for tier in tiers), Counter[str]())
+        reads = stored["gradients"] * (2 if found.norm else 1) + stored["optimizer"]
+        written = stored["optimizer"] + stored["parameters"]
+        return updates * (reads + written) / rate if rate else 0.0
+
+    disk = (n for key, n in found.sent().items() if key.axis == TIER and "disk" in key.kind)
+    disk_s = sum(disk) / (cluster.disk_bytes_per_s or math.inf)
+    on_device_s = seconds(cluster.bytes_per_s, "device") + cluster.device.step_s
+    return on_device_s, max(disk_s, seconds(cluster.host_rate, "host", "disk"))
 
 
 #: Spans, each with how often it is in a step.
