@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 from torch import nn
@@ -15,6 +16,8 @@ from benchmarks.contenders.contender import (
     Loop,
     Setup,
     TierBytes,
+    adamw,
+    plain_loop,
 )
 from shardwise.comm.torch_links import TorchLinks
 from shardwise.core.zero import ROWS
@@ -47,6 +50,23 @@ def planned(plan: str) -> Callable[[nn.Module, Setup], Loop]:
     return build
 
 
+def by_hand(wrap: Callable[..., nn.Module]) -> Callable[[nn.Module, Setup], Loop]:
+    """The plain loop of a wrapped module, with torch's own optimizer."""
+
+    def build(model: nn.Module, setup: Setup) -> Loop:
+        """The loop, and what its messages send through shared memory."""
+        world = sw.init(setup.device.type)
+        wrapped = wrap(model, world=world)
+        loop = plain_loop(wrapped, adamw(wrapped.parameters()), setup)
+        return replace(loop, shared_bytes=lambda: _shared_bytes(world))
+
+    return build
+
+
+def _shared_bytes(world: sw.World) -> int:
+    return world.links.shared_bytes if isinstance(world.links, TorchLinks) else 0
+
+
 def looped(engine: sw.Engine) -> Loop:
     """The loop of an engine."""
 
@@ -58,11 +78,6 @@ def looped(engine: sw.Engine) -> Loop:
         engine.flush()
         engine.wait()
 
-    links = engine.world.links
-
-    def shared_bytes() -> int:
-        return links.shared_bytes if isinstance(links, TorchLinks) else 0
-
     def beyond() -> TierBytes:
         sent = engine.measured_bytes()
         moved_bytes = sum(count for kind, count in sent.items() if kind.startswith("tier "))
@@ -70,10 +85,16 @@ def looped(engine: sw.Engine) -> Loop:
         return TierBytes(sum(on_host.values()), sum(on_disk.values()), moved_bytes)
 
     tiers = engine.world.tiers
-    return Loop(step, settle, shared_bytes, lambda x: tiers.of(x) != "device", beyond)
+    return Loop(
+        step, settle, lambda: _shared_bytes(engine.world), lambda x: tiers.of(x) != "device", beyond
+    )
 
 
-DATA = tuple(Contender(word, word, planned(f"dp{{n}} {word}")) for word in ROWS)
+DATA = (
+    *(Contender(word, word, planned(f"dp{{n}} {word}")) for word in ROWS),
+    Contender("sw.DDP", "ddp", by_hand(sw.DDP)),
+    Contender("sw.FSDP", "zero3", by_hand(sw.FSDP)),
+)
 MEMORY = (
     Contender("zero3 recompute:selective", "zero3", planned("dp{n} zero3 recompute:selective")),
     Contender("zero3 recompute:full", "zero3", planned("dp{n} zero3 recompute:full")),

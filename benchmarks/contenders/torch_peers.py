@@ -19,6 +19,7 @@ from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.contenders.contender import (
+    Batch,
     Contender,
     Loop,
     Setup,
@@ -81,6 +82,23 @@ def _local(x: Any) -> torch.Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
+def accelerated(model: nn.Module, setup: Setup) -> Loop:
+    """Accelerate's loop, which wraps in DistributedDataParallel."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=setup.device.type == "cpu")
+    model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
+
+    def step(batch: Batch) -> float:
+        loss = setup.loss(model, batch)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return Loop(step)
+
+
 def ddp_by_hand(model: nn.Module, setup: Setup) -> Loop:
     """DDP of a model whose blocks call torch.utils.checkpoint around their own forward."""
     for module in model.modules():
@@ -105,6 +123,7 @@ PEERS = (
     Contender("ZeroRedundancyOptimizer", "zero1", zero_redundancy),
     Contender("FSDP2 without reshard", "zero2", fsdp2(reshard=False)),
     Contender("FSDP2", "zero3", fsdp2(reshard=True)),
+    Contender("accelerate", "ddp", accelerated, package="accelerate"),
 )
 OFFLOAD = Contender(
     "FSDP2 CPUOffloadPolicy",
