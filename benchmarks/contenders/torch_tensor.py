@@ -49,7 +49,7 @@ def table(sequence: bool, shard_logits: bool) -> dict[str, Any]:
         "embed": RowwiseParallel(input_layouts=whole, output_layouts=stream),
         # one DTensor for q, k, v, so that their input gradients are added before the all-reduce
         "blocks.*.attn": PrepareModuleInput(
-            input_layouts=(stream, None), desired_input_layouts=(whole, None)
+            input_layouts=(stream, None, None), desired_input_layouts=(whole, None, None)
         ),
         "blocks.*.mlp": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(whole,)),
         "head": ColwiseParallel(
