@@ -49,22 +49,13 @@ def bench_command(
         integer("--repeats", repeats, 1, 5, MOST_REPEATS)
     rows: list[Any]
     text: Callable[[Any], str]
-    if device == "cuda":
-        if suite != "data" or contenders or size or nproc is not None:
-            raise bad(
-                f"--device cuda with the suite {suite} and these options",
-                "the suite data with --repeats and --json: one rank on its own models",
-                "python -m benchmarks data --device cuda",
-            )
-        rows, text = one_device.run(repeats), one_device.as_text
-    elif suite == "host":
-        if contenders or size or nproc is not None:
-            given, alone = (
-                f"the suite host with {words[1:]}, --size or --nproc",
-                "--repeats, --json",
-            )
-            raise bad(given, alone, "python -m benchmarks host")
-        rows, text = one_device.run(repeats, "cpu"), one_device.as_text
+    if device == "cuda" or suite == "host":  # of a world of one
+        alone = "data --device cuda" if device == "cuda" else "host"
+        if suite != alone.split(maxsplit=1)[0] or contenders or size or nproc is not None:
+            given = f"python -m benchmarks {' '.join(words)} --device {device} and these options"
+            allowed = "one rank on its own models, with --repeats and --json"
+            raise bad(given, allowed, f"python -m benchmarks {alone}")
+        rows, text = one_device.run(repeats, device), one_device.as_text
     elif suite in _OF_PARTS:
         rows, text = _of_part(suite, contenders, size or (), nproc, repeats)
     else:

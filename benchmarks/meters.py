@@ -17,7 +17,7 @@ headers too, and the traffic of every program in the network namespace.
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -61,7 +61,9 @@ def live_bytes(storages: dict[int, StorageWeakRef]) -> int:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Live bytes, and their peak, of storages created in the mode, unless `on_host` is true."""
+    """Live bytes, and their peak, of storages that operations made in the mode, unless `on_host` is
+    true.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,18 +76,19 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # the subclass then calls operations on plain tensors
+        self.given((args, kwargs))
         made = func(*args, **(kwargs or {}))
         self.watch(made)
         self.peak_bytes = max(self.peak_bytes, self.bytes())
         return made
 
+    def given(self, tensors: Any) -> None:
+        """An operation begins with these."""
+
     def watch(self, tensors: Any) -> None:
         """Count their storages from now on."""
-        for leaf in pytree.tree_leaves(tensors):
-            for tensor in plain(leaf):
-                if tensor.is_meta or self.on_host(tensor):
-                    continue
-                storage = tensor.untyped_storage()
+        for storage in _storages(tensors):
+            if not self.on_host(_of(storage)):
                 self.storages.setdefault(storage._cdata, StorageWeakRef(storage))
 
     def leave_out_host(self) -> None:
@@ -97,6 +100,11 @@ class LiveBytes(TorchDispatchMode):
 
     def bytes(self) -> int:
         return live_bytes(self.storages)
+
+
+def _storages(tensors: Any) -> Iterator[torch.UntypedStorage]:
+    leaves = (tensor for leaf in pytree.tree_leaves(tensors) for tensor in plain(leaf))
+    yield from (tensor.untyped_storage() for tensor in leaves if not tensor.is_meta)
 
 
 #: The end of a file's name, and its functions that communicate; none means all functions.
@@ -111,40 +119,22 @@ COMMUNICATING: dict[str, tuple[str, ...]] = {
 }
 
 
-class CommunicationBytes(TorchDispatchMode):
-    """Live bytes of the storages that communication created while the mode was on; their peak."""
+class CommunicationBytes(LiveBytes):
+    """The same of the storages that communication made while the mode was on."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: dict[int, StorageWeakRef] = {}  # a weak reference keeps its address taken
-        self.counted: dict[int, StorageWeakRef] = {}
-        self.peak_bytes = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # the subclass then calls operations on plain tensors
-        self._track((args, kwargs), counts=False)
-        made = func(*args, **(kwargs or {}))
-        self._track(made, counts=True)
-        self.peak_bytes = max(self.peak_bytes, self.bytes())
-        return made
+    def given(self, tensors: Any) -> None:
+        for storage in _storages(tensors):
+            self.seen.setdefault(storage._cdata, StorageWeakRef(storage))
 
-    def bytes(self) -> int:
-        """The bytes of communication that are live now."""
-        return live_bytes(self.counted)
-
-    def _track(self, tensors: Any, *, counts: bool) -> None:
-        """Record new storages; with `counts`, count them as created by communication."""
-        for leaf in pytree.tree_leaves(tensors):
-            for tensor in plain(leaf):
-                storage = tensor.untyped_storage()
-                if tensor.is_meta or storage._cdata in self.seen:
-                    continue
-                self.seen[storage._cdata] = StorageWeakRef(storage)
-                if counts and _communicates():
-                    self.counted[storage._cdata] = self.seen[storage._cdata]
+    def watch(self, tensors: Any) -> None:
+        new = [storage for storage in _storages(tensors) if storage._cdata not in self.seen]
+        self.given(new and tensors)
+        if new and _communicates():
+            self.storages |= {storage._cdata: StorageWeakRef(storage) for storage in new}
 
 
 def _communicates() -> bool:
@@ -161,35 +151,24 @@ def _communicates() -> bool:
 
 COUNTERS: Final = Path("/proc/net/dev")
 LOOPBACK: Final = "lo"
-SENT, PACKETS = 8, 9  # of a line's numbers: bytes transmitted, packets transmitted
+SENT: Final = 8  # of a line's numbers: bytes transmitted
 
 
-class Sent(NamedTuple):
-    """Bytes (headers included) and packets sent through an interface."""
-
-    sent_bytes: int
-    packets: int
-
-
-def sent(interface: str) -> Sent:
-    """The counters of `interface` since it was created, in this network namespace.
+def sent_bytes(interface: str) -> int:
+    """The bytes, headers included, that `interface` has sent in this network namespace.
 
     Raises InputError if the interface does not exist, or the system is not Linux.
     """
     lines = COUNTERS.read_text().splitlines() if COUNTERS.exists() else []
-    for line in lines:
-        name, _, numbers = line.partition(":")
-        if name.strip() == interface:
-            found = numbers.split()
-            return Sent(int(found[SENT]), int(found[PACKETS]))
-    names = [line.partition(":")[0].strip() for line in lines if ":" in line]
+    counters = {
+        name.strip(): numbers.split()
+        for name, colon, numbers in (line.partition(":") for line in lines)
+        if colon
+    }
+    if interface in counters:
+        return int(counters[interface][SENT])
     raise bad(
         f'the network interface "{interface}"',
-        f"an interface with counters: {', '.join(names) or 'none, as this is not Linux'}",
-        f"{names[0] if names else 'the same command on Linux'}",
+        f"an interface with counters: {', '.join(counters) or 'none, as this is not Linux'}",
+        next(iter(counters), "the same command on Linux"),
     )
-
-
-def sent_bytes(interface: str) -> int:
-    """The bytes of `sent`."""
-    return sent(interface).sent_bytes

@@ -114,15 +114,18 @@ def adamw_options() -> dict[str, Any]:
 
 
 def plain_loop(
-    model: nn.Module, optimizer: torch.optim.Optimizer, setup: Setup, drop: bool = True
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    setup: Setup,
+    backward: Callable[[Tensor], object] = Tensor.backward,
 ) -> Loop:
-    """The plain loop: forward, backward, step; gradients are then dropped or set to zero."""
+    """The plain loop: forward, backward, step; gradients are then dropped."""
 
     def step(batch: Batch) -> float:
         loss = setup.loss(model, batch)
-        loss.backward()
+        backward(loss)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=drop)
+        optimizer.zero_grad()
         return loss.item()
 
     return Loop(step)

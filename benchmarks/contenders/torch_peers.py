@@ -15,17 +15,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.contenders.contender import (
-    Batch,
     Contender,
     Loop,
     Setup,
     TierBytes,
     adamw,
-    adamw_options,
     plain_loop,
 )
 
@@ -34,18 +31,6 @@ def ddp(model: nn.Module, setup: Setup) -> Loop:
     """DistributedDataParallel: all-reduces in buckets of 25 MiB during backward (2006.15704)."""
     wrapped = DistributedDataParallel(model)
     return plain_loop(wrapped, adamw(wrapped.parameters()), setup)
-
-
-def zero_redundancy(model: nn.Module, setup: Setup) -> Loop:
-    """DDP with an optimizer that shards its state by whole parameters, and broadcasts them."""
-    # imported here, where deprecation warnings are silenced: the module warns on import
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    wrapped: Any = DistributedDataParallel(model)
-    optimizer = ZeroRedundancyOptimizer(
-        wrapped.parameters(), optimizer_class=AdamW, **adamw_options()
-    )
-    return plain_loop(wrapped, optimizer, setup)
 
 
 def fsdp2(reshard: bool, offload: bool = False) -> Callable[[nn.Module, Setup], Loop]:
@@ -88,15 +73,7 @@ def accelerated(model: nn.Module, setup: Setup) -> Loop:
 
     accelerator = Accelerator(cpu=setup.device.type == "cpu")
     model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
-
-    def step(batch: Batch) -> float:
-        loss = setup.loss(model, batch)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
-
-    return Loop(step)
+    return plain_loop(model, optimizer, setup, accelerator.backward)
 
 
 def ddp_by_hand(model: nn.Module, setup: Setup) -> Loop:
@@ -120,7 +97,6 @@ def fsdp2_checkpointed(model: nn.Module, setup: Setup) -> Loop:
 DDP = Contender("torch DDP", "ddp", ddp)
 PEERS = (
     DDP,
-    Contender("ZeroRedundancyOptimizer", "zero1", zero_redundancy),
     Contender("FSDP2 without reshard", "zero2", fsdp2(reshard=False)),
     Contender("FSDP2", "zero3", fsdp2(reshard=True)),
     Contender("accelerate", "ddp", accelerated, package="accelerate"),
