@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from benchmarks.contenders.contender import Batch, Contender, Loop, Setup, Task, TierBytes
 from benchmarks.contenders.roster import ROSTER
-from benchmarks.meters import LOOPBACK, CommunicationBytes, LiveBytes, sent_bytes
+from benchmarks.meters import LOOPBACK, LiveBytes, communication_bytes, sent_bytes
 from shardwise.models import gpt
 from shardwise.models.registry import of_sizes
 
@@ -60,7 +60,7 @@ class Runner:
     record: Record
     batches: list[Batch]
     live: LiveBytes = field(default_factory=LiveBytes)
-    communication: CommunicationBytes = field(default_factory=CommunicationBytes)
+    communication: LiveBytes = field(default_factory=communication_bytes)
     loop: Loop | None = None
     steps: int = 0
 

@@ -62,13 +62,15 @@ def live_bytes(storages: dict[int, StorageWeakRef]) -> int:
 
 class LiveBytes(TorchDispatchMode):
     """Live bytes, and their peak, of storages that operations made in the mode, unless `on_host` is
-    true.
+    true; with `counts` of those alone that were made while it was true.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counts: Callable[[], bool] | None = None) -> None:
         super().__init__()
+        self.counts = counts
         self.on_host: Callable[[Tensor], bool] = lambda _: False
         self.storages: dict[int, StorageWeakRef] = {}
+        self.seen: dict[int, StorageWeakRef] = {}  # a weak reference keeps its address taken
         self.peak_bytes = 0
 
     def __torch_dispatch__(
@@ -76,18 +78,21 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # the subclass then calls operations on plain tensors
-        self.given((args, kwargs))
+        self._see((args, kwargs))
         made = func(*args, **(kwargs or {}))
         self.watch(made)
         self.peak_bytes = max(self.peak_bytes, self.bytes())
         return made
 
-    def given(self, tensors: Any) -> None:
-        """An operation begins with these."""
+    def _see(self, tensors: Any) -> None:
+        for storage in _storages(tensors) if self.counts else ():
+            self.seen.setdefault(storage._cdata, StorageWeakRef(storage))
 
     def watch(self, tensors: Any) -> None:
         """Count their storages from now on."""
-        for storage in _storages(tensors):
+        new = [storage for storage in _storages(tensors) if storage._cdata not in self.seen]
+        self._see(new and tensors)
+        for storage in new if self.counts is None or (new and self.counts()) else ():
             if not self.on_host(_of(storage)):
                 self.storages.setdefault(storage._cdata, StorageWeakRef(storage))
 
@@ -119,22 +124,9 @@ COMMUNICATING: dict[str, tuple[str, ...]] = {
 }
 
 
-class CommunicationBytes(LiveBytes):
-    """The same of the storages that communication made while the mode was on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[int, StorageWeakRef] = {}  # a weak reference keeps its address taken
-
-    def given(self, tensors: Any) -> None:
-        for storage in _storages(tensors):
-            self.seen.setdefault(storage._cdata, StorageWeakRef(storage))
-
-    def watch(self, tensors: Any) -> None:
-        new = [storage for storage in _storages(tensors) if storage._cdata not in self.seen]
-        self.given(new and tensors)
-        if new and _communicates():
-            self.storages |= {storage._cdata: StorageWeakRef(storage) for storage in new}
+def communication_bytes() -> LiveBytes:
+    """Of the storages that communication makes."""
+    return LiveBytes(_communicates)
 
 
 def _communicates() -> bool:

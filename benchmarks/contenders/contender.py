@@ -118,14 +118,15 @@ def plain_loop(
     optimizer: torch.optim.Optimizer,
     setup: Setup,
     backward: Callable[[Tensor], object] = Tensor.backward,
+    drop: bool = True,
 ) -> Loop:
-    """The plain loop: forward, backward, step; gradients are then dropped."""
+    """The plain loop: forward, backward, step; gradients are then dropped or set to zero."""
 
     def step(batch: Batch) -> float:
         loss = setup.loss(model, batch)
         backward(loss)
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=drop)
         return loss.item()
 
     return Loop(step)

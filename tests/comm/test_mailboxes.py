@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from benchmarks.meters import CommunicationBytes
+from benchmarks.meters import communication_bytes
 from shardwise.comm import move as c
 from shardwise.comm.gloo import shared
 from shardwise.comm.gloo.gloo import Gloo
@@ -340,7 +340,7 @@ def peaks(world: World, plan: str, width: int, layers: int = 1) -> tuple[int, in
     """The most bytes that communication held in the second step, and the bytes of the pool."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)), nn.Linear(width, 8))
-    meter = CommunicationBytes()
+    meter = communication_bytes()
     batch = torch.randn(4, width, dtype=torch.float64)
     loss = lambda model, x: model(x).square().mean()  # noqa: E731
     with meter:
