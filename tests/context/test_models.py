@@ -242,6 +242,8 @@ CHANGES: dict[str, Change] = {
         F.conv1d(x.mT, weight=torch.ones(WIDTH, 1, 3).double(), padding=1, groups=WIDTH).mT
     ),
     "'mean' over positions": lambda x: x - x.mean(1, keepdim=True),
+    "'std' over positions": lambda x: x / x.std(),
+    "a normalisation over positions": lambda x: F.batch_norm(x.mT, None, None, training=True).mT,
     "'cumsum' over positions": lambda x: x.cumsum(dim=1),
     "an embedding bag over positions": lambda x: (
         x + F.embedding_bag(x[..., 0].long().clamp(0, 1), x.new_ones(2, WIDTH)).unsqueeze(1)

@@ -7,8 +7,8 @@
     torch.diff                          of position ids: whether documents are packed into a row
 
 A `TorchFunctionMode` replaces them while the model runs, so the model's code does not change. Other
-operations along the sequence raise InputError: a recurrent layer, a convolution, a mean or a
-softmax over positions, a slice of the positions.
+operations along the sequence raise InputError: a recurrent layer, a convolution, a mean, a
+normalisation or a softmax over positions, a slice of the positions.
 """
 
 import math
@@ -36,6 +36,9 @@ _ALONG: Final = frozenset(
 )
 _MULTIHEAD: Final = signature(F.multi_head_attention_forward)
 _SOFTMAX: Final = (torch.softmax, Tensor.softmax, F.softmax)
+#: Of them, those that are not the mean of what ranks find; all else that normalises positions.
+_OF_ALL: Final = ("amax", "max", "std", "var")
+_NORMS: Final = (F.batch_norm, F.instance_norm, F.group_norm)
 _RECURRENT: Final = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 _CONVOLUTIONS: Final = (F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d)
 
@@ -333,12 +336,15 @@ class OwnPositions(TorchFunctionMode):
             return "an embedding bag over positions"
         if func in _CONVOLUTIONS and of.numel in x.shape[2:] and max(given[1].shape[2:]) > 1:
             return "a convolution over positions"
+        if func in _NORMS and of.numel in x.shape[2:]:
+            return "a normalisation over positions"
         if func in _SOFTMAX and x.dim() > 2 and x.shape[-2:] == (of.numel, of.numel):
             return "attention without F.scaled_dot_product_attention, by a softmax of scores"
         if func in _ALONG and x.dim() == 3 and x.shape[1] == of.numel:
             dims = kwargs.get("dim", kwargs.get("dims", args[1] if len(args) > 1 else None))
             dims = dims if isinstance(dims, (tuple, list)) else (dims,)
-            if any(dim in (1, -2) for dim in dims if not isinstance(dim, Tensor)):
+            over = (1, -2, None) if func.__name__ in _OF_ALL else (1, -2)
+            if any(dim in over for dim in dims if not isinstance(dim, Tensor)):
                 return f"'{func.__name__}' over positions"
         return ""
 

@@ -197,7 +197,16 @@ class Of:
 
 
 class StandIn(nn.Module):
-    """Takes the place of a layer; has nothing that `parameters` or `state_dict` would return."""
+    """Takes the place of a layer; has nothing that `parameters` or `state_dict` would return, but
+    in a stage.
+    """
+
+    @staticmethod
+    def of_kind(of: Of) -> "StandIn":
+        """One whose class has the name of the layer's, which a forward may read."""
+        kind = type(of.twin)
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+        return type(kind.__name__, (StandIn,), names)(of)
 
     def __init__(self, of: Of) -> None:
         super().__init__()
@@ -270,6 +279,11 @@ class StandIn(nn.Module):
         if requires_grad:  # what is frozen later still has the gradients of its stage
             vars(self)["_of"].twin.requires_grad_()
         return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        of: Of = vars(self)["_of"]
+        whose = super() if of.player is None else of.answers
+        return whose.state_dict(*args, **kwargs)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

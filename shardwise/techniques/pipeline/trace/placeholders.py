@@ -292,7 +292,7 @@ class StageLayers:
     def _stand_in(self, name: str, layer: StageLayer) -> None:
         theirs, ours = self.twin.get_submodule(name), self.model.get_submodule(name)
         of = Of(name, layer.stages, theirs, ours if self.own_stages & set(layer.stages) else None)
-        stand_in = StandIn(of)
+        stand_in = StandIn.of_kind(of)
         self.standing.append(of)
         self.stand_ins.append(stand_in)
         self._own_buffers(of)
