@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from functools import lru_cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,11 @@ from tests.engine.cases import (
     vectors,
 )
 from tests.engine.loops import rows as own_rows
-from tests.engine.pipelines import MODELS, SGD, break_in, chain, deep, fragile, normed, task
+from tests.engine.pipelines import MODELS, SGD, WIDTH, break_in, chain, deep, fragile, normed, task
 from tests.engine.tensors import ADAMW, assert_pieces, equals_one, gpt_task, holds, mine, pieces
 from tests.engine.zoo import Buffered, Stack
 from tests.parallel.between import LateNorm, rows
-from tests.pool import run_threads
+from tests.pool import run_gloo, run_threads
 
 SHARED = [
     *("pp2 dp2 zero3 zb-v:4", "pp2 1f1b:3", "pp4 gpipe:2", "pp2 interleaved:4x2"),
@@ -104,6 +105,31 @@ def test_a_pipeline_is_cut_in_the_order_of_calls(plan: str):
     """The order in which the loss calls modules decides, not that of their definition."""
     work = Task(lambda: settled(Towers()), partial(rows, 4), by_towers, None)
     equals_one(run_threads, work, Case(f"{plan} fp64", **SGD))
+
+
+class Counts(nn.Linear):
+    """A layer that counts in an object of all layers, and divides by the number."""
+
+    def __init__(self, shared: SimpleNamespace) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shared.depth += 1
+        return super().forward(x) / self.shared.depth
+
+
+def counts(world: World) -> None:
+    shared = SimpleNamespace(depth=0)
+    work = rows_task(lambda: settled(nn.Sequential(*(Counts(shared) for _ in range(4)))))
+    engine = build(world, work, Case("pp2 1f1b:2 fp64"))
+    with pytest.warns(UserWarning, match=r"SimpleNamespace.depth, which 0, 1, 2, 3 change"):
+        engine.step(vectors(0))
+
+
+def test_a_number_that_layers_of_several_stages_count_is_told():
+    """Each rank has the number of its own layers."""
+    run_gloo(2, counts)
 
 
 # --- what stages keep -----------------------------------------------------------------------------

@@ -1,12 +1,20 @@
-"""Tensors that reach a layer of a later stage, or the loss, past the arguments of layers.
+"""What reaches a layer of a later stage, or the loss, past the arguments of layers.
 
 object.kept = v        in a layer of stage 0
 x + object.kept        in a layer of stage 1, whose rank has no such tensor, or an old one
+object.depth += 1      in each layer: a rank counts its own ones alone
 """
 
+import dis
 import sys
-from collections.abc import Iterable
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
+
+from torch import Tensor, nn
 
 from shardwise.core.errors import bad
 
@@ -43,3 +51,54 @@ def require_no_capture() -> None:
             "logits, the loss and the last hidden state",
             f"{', '.join(f'output_{name}=False' for name in collected)}, or a plan without pp",
         )
+
+
+class SharedNumbers:
+    """The numbers of objects that layers share, of containers, and globals that a forward sets."""
+
+    def __init__(self, layers: Iterable[nn.Module], containers: Iterable[nn.Module]) -> None:
+        self.tables: dict[int, tuple[str, dict[str, Any], set[str] | None]] = {}
+        self.writers = defaultdict[str, dict[str, int]](dict)  # of each number: layers, stages
+        for module in containers:
+            self._add(type(module).__name__, vars(module))
+        for module in (m for layer in layers for m in layer.modules()):
+            for x in vars(module).values():
+                if not isinstance(x, nn.Module | Tensor | type | FunctionType):
+                    self._add(type(x).__name__, getattr(x, "__dict__", {}))
+            forward = type(module).forward
+            if isinstance(forward, FunctionType):
+                steps = dis.get_instructions(forward.__code__)
+                names = {step.argval for step in steps if step.opname == "STORE_GLOBAL"}
+                self._add(forward.__module__, forward.__globals__, names)
+
+    def _add(self, owner: str, table: dict[str, Any], names: set[str] | None = None) -> None:
+        if table and names != set():
+            self.tables.setdefault(id(table), (owner, table, names))
+
+    def _now(self) -> dict[str, Any]:
+        return {
+            f"{owner}.{name}": x
+            for owner, table, names in self.tables.values()
+            for name, x in table.items()
+            if isinstance(x, int | float) and (names is None or name in names)
+        }
+
+    @contextmanager
+    def during(self, layer: str, stage: int) -> Iterator[None]:
+        """Note what a layer of a stage changes."""
+        before = self._now()
+        yield
+        for name, x in self._now().items():
+            if name in before and before[name] != x:
+                self.writers[name][layer] = stage
+
+    def warn(self, last: int) -> None:
+        """Warn of numbers that ranks other than that of the stage `last` count."""
+        for name, layers in self.writers.items():
+            if {*layers.values()} != {last}:
+                warnings.warn(
+                    f"{name}, which {', '.join([*layers][:4])} change: in a pipeline each rank has "
+                    "the number of its own layers. If it is only recorded, this is no mistake; "
+                    "else pass it to the layers as an argument.",
+                    stacklevel=2,
+                )

@@ -30,7 +30,11 @@ from shardwise.core.tools.tree import leaves, mapped
 from shardwise.techniques.pipeline.stage import UNKNOWN, Unanswered
 from shardwise.techniques.pipeline.stage_io import ForwardStep, Spec, StageTrace, crossing, maker
 from shardwise.techniques.pipeline.trace.answers import ASKED, READS, answers, by_numbers, masks
-from shardwise.techniques.pipeline.trace.back_doors import require_arguments, require_no_capture
+from shardwise.techniques.pipeline.trace.back_doors import (
+    SharedNumbers,
+    require_arguments,
+    require_no_capture,
+)
 from shardwise.techniques.pipeline.trace.interceptor import Of, Seen, line, name_of
 from shardwise.techniques.pipeline.trace.outside_buffers import (
     OutsideBuffers,
@@ -89,6 +93,8 @@ class Tracer:
         self.written: list[set[int]] = [set() for _ in range(self.count)]
         self.kept: list[Tensor] = []
         self.answers: list[Any] = []  # what the forward read from the batch
+        twins = [of.twin for of in layers.standing]
+        self.numbers = SharedNumbers(twins, (twin for _, twin in layers.pairs))
         self.nodes: dict[Any, tuple[int, str]] = {}  # of autograd: the stage, the layer
 
     # --- operations and layers ----------------------------------------------------------------
@@ -183,7 +189,7 @@ class Tracer:
         inputs, metas, on_meta, named = self._on_meta(of.name, args, kwargs)
         versions, before = [x._version for x in metas], [x.grad_fn for x in metas]
         try:
-            with META:
+            with META, self.numbers.during(of.name, self.stage):
                 out = of.twin(*on_meta, **named)
         except RuntimeError:  # it reads numbers, for example
             out, versions = self._run(of.twin, inputs, metas, args, kwargs)
@@ -324,6 +330,7 @@ class Tracer:
                 f"{self.stage + 1} stages, or starts at modules that are called",
             )
         self._close()
+        self.numbers.warn(self.count - 1)
         values = self.values
         crossed, specs, orders = self._crossed(self.count)
         return StageTrace(
