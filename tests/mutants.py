@@ -5,7 +5,7 @@
     python -m tests.mutants --all            all tests that notice each fault, not the first only
     python -m tests.mutants --draw           draw new faults in place of those whose lines are gone
 
-The faults of the catalogue (tests/verify/mutations), and a hundred that are drawn
+The faults of the catalogue (tests/verify/mutations.txt), and a hundred that are drawn
 (tests/mechanical.py), stand in tests/mutants.txt, each with the tests that are known to notice it,
 which run first, or with the reason why none can: `equivalent: ...`.
 """

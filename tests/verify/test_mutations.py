@@ -31,10 +31,9 @@ from tests.engine.pipelines import Dropping, chain, with_dropout
 from tests.engine.tensors import ADAMW
 from tests.pool import run_threads
 from tests.verify import micro
-from tests.verify.mutations import accounts, data, parallel, run
-from tests.verify.mutations.mutation import Mutation, mutations
+from tests.verify.mutation import Mutation, catalogue
 
-CATALOGUE = [m for file in (data, run, parallel, accounts) for m in mutations(file.ROWS)]
+CATALOGUE = catalogue()
 NAMED = {mutation.id: mutation for mutation in CATALOGUE}
 #: Those that tests of the engine refuse are judged by `make mutants`.
 REFUSED = [mutation for mutation in CATALOGUE if mutation.refused_by != "tests"]
