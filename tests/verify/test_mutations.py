@@ -31,7 +31,7 @@ from tests.engine.pipelines import Dropping, chain, with_dropout
 from tests.engine.tensors import ADAMW
 from tests.pool import run_threads
 from tests.verify import micro
-from tests.verify.mutation import Mutation, catalogue
+from tests.verify.mutation import Mutation, catalogue, edited, function_at
 
 CATALOGUE = catalogue()
 NAMED = {mutation.id: mutation for mutation in CATALOGUE}
@@ -174,6 +174,13 @@ def test_a_mutation_is_refused(mutation: Mutation, monkeypatch: pytest.MonkeyPat
     assert part != "moments" or proved(*of, part) == {}  # and foretells them without the mutation
     mutation.apply(monkeypatch)
     assert part in proved(*of, part)
+
+
+def test_each_mutation_fits_the_package():
+    """The lines that it changes are in the functions that it names."""
+    for mutation in CATALOGUE:
+        for target, lines in mutation.edits.items():
+            edited(function_at(target), lines)
 
 
 # --- facts of the engine alone --------------------------------------------------------------------
