@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from threading import RLock
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -81,6 +82,7 @@ class Meter(TorchDispatchMode):
         self.storages: dict[int, Storage] = {}
         self.peak_bytes = 0  # of the device
         self.most: dict[tuple[str, str], int] = {}  # the peak of each category by itself
+        self.lock = RLock()  # a delayed update runs on a thread of its own
 
     def __enter__(self) -> Self:
         self.peak_bytes, self.most = 0, {}
@@ -91,7 +93,8 @@ class Meter(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunction():  # a mode of the model would see each look at a tensor
+        # a mode of the model would see each look at a tensor
+        with torch._C.DisableTorchFunction(), self.lock:
             self._track_results(args, made)
             if not self.peaks:
                 self._claim_gradients()
@@ -214,6 +217,10 @@ class StepMeter(TorchDispatchMode):
 
     def see(self, kind: str, unit: str = "") -> None:
         """Record an event: the live bytes now, and the most since the previous event."""
+        with self.meter.lock:
+            self._see(kind, unit)
+
+    def _see(self, kind: str, unit: str) -> None:
         peak = self.meter.peak_bytes
         self.meter.peak_bytes = 0
         if kind == "forward" and self.events and self.events[-1].kind == "backward":
