@@ -1,7 +1,6 @@
 """`shardwise search`: the fastest plans of a model on a cluster.
 
 shardwise search --model llama:8b --cluster h100-sxm --ranks 64   the ten best
-shardwise search ... --why "dp64 zero1 bf16"                      explain one
 shardwise search ... --measure 3                                  and run the three best here
 """
 
@@ -10,7 +9,6 @@ import shlex
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
@@ -19,19 +17,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.cli.configured import CONFIG, JSON, MODEL, SEQUENCE, PlannedModel, configured
+from shardwise.cli.configured import CONFIG, JSON, MODEL, SEQUENCE, configured
 from shardwise.cli.predict_command import new_console, predict_request, resized
 from shardwise.comm.start.rendezvous import require_local
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
-from shardwise.core.plan.plan_check import require
 from shardwise.core.tools.arguments import integer
 from shardwise.core.tools.signs_of_life import signs_of_life
 
 if TYPE_CHECKING:
     from shardwise.comm.world import World
     from shardwise.derive.search.result import RankedPlan, SearchResult
-    from shardwise.prediction.prediction import Prediction
 
 SHOWN = 10
 
@@ -48,9 +44,6 @@ def search_command(
         int | None, typer.Option(help="Rows of a step of all ranks; one a rank if not given.")
     ] = None,
     sequence: Annotated[int | None, SEQUENCE] = None,
-    why: Annotated[
-        str | None, typer.Option(metavar="PLAN", help="Explain what is wrong with this plan.")
-    ] = None,
     measure: Annotated[
         int | None, typer.Option(metavar="N", help="Run the N best plans here, and rank by that.")
     ] = None,
@@ -67,7 +60,6 @@ def search_command(
         device_for(ranks)
     of, run = cluster_of(cluster), configured(config, "dp1 bf16", model)
     trainable, rows = find(run.model), batch or run.batch or ranks
-    known = None if why is None else _known(run, Plan.parse(why), ranks, rows, sequence)
     options = run.options(trainable, run.table, "cuda")
     sample = resized(trainable.batch(1, batches.SEED), sequence, run.name)
     with signs_of_life(lambda: f"plans of {run.name} on {ranks} ranks"):
@@ -75,14 +67,8 @@ def search_command(
     best = found.ranked[: measure or 0]
     measured = measure_plans(best, config, model, sequence) if best else []
     if as_json:
-        told: dict[str, Any] = {} if known is None else {"why": found.why(known)}
-        told |= {"measured": [each.as_json() for each in measured]} if measured else {}
+        told = {"measured": [each.as_json() for each in measured]} if measured else {}
         print(json.dumps(found.as_json(SHOWN) | told))
-        return
-    if known is not None:
-        print(found.why(known))
-        if measured:
-            new_console().print(measured_table(measured))
         return
     if found.best is None:
         raise _nothing(found, run.name)
@@ -93,20 +79,6 @@ def search_command(
     if config is not None:
         line = f'shardwise train {config} --plan "{fastest.plan}"'
     new_console().print(f"The best: {line}", soft_wrap=True)
-
-
-def _known(
-    run: PlannedModel, plan: Plan, ranks: int, rows: int, sequence: int | None
-) -> "Prediction":
-    require(plan, ranks)
-    plan = plan.completed(ranks)
-    least = plan.shares * plan.microbatches
-    if rows % least:
-        given = f'--batch {rows} under the plan "{plan}"'
-        allowed = f"a multiple of its {plan.shares} x {plan.microbatches} microbatches"
-        raise bad(given, allowed, f"--batch {least * max(1, rows // least)}")
-    run = replace(run, plan=replace(plan, precision=plan.precision or "fp32"))
-    return predict_request(run, rows // plan.shares, sequence, 0, None, "cuda").prediction(0)
 
 
 def _nothing(found: "SearchResult", name: str) -> Exception:

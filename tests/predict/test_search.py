@@ -138,20 +138,6 @@ def test_a_plan_that_does_not_fit_is_refused() -> None:
         assert 0 < each.over_bytes <= costs(each.plan, each.rows)[1] - ROOM, each.plan
 
 
-def test_why_a_plan_does_not_fit_or_is_slower() -> None:
-    """The bytes that are too many, and a plan with a smaller part; where the time goes."""
-    found = predicted("dp2 bf16", ROWS // RANKS)
-    over = found.device_peak - ROOM
-    text = searched(ROOM).why(found)
-    assert f"{over:,} more than a device has" in text
-    assert '"dp2 zero1 bf16" makes it smaller' in text
-    best = searched(ROOM).best
-    assert best is not None
-    text = searched(ROOM).why(predicted("dp1 tp2 sp bf16 accumulate:2", ROWS))
-    assert f'The best, "{best.plan}"' in text
-    assert "exposed tp +" in text
-
-
 @pytest.mark.full
 def test_offload_is_tried_where_nothing_else_fits() -> None:
     """Its copies over the link to host memory add to the time of its own prediction."""
@@ -319,7 +305,7 @@ TASK = ["search", "--model", MODEL, "--cluster", "h100-sxm", "--ranks", "2"]
 def test_the_command_prints_the_best_plans(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A table of plans, the first as a line to paste, which JSON has too; --why one explanation."""
+    """A table of plans, the first as a line to paste, which JSON has too."""
     results, real = list[SearchResult](), plan_search.search
 
     def search(*args: Any, **options: Any) -> SearchResult:
@@ -335,9 +321,6 @@ def test_the_command_prints_the_best_plans(
     assert "bound by" in text
     times = [each["step_time"]["step_s"] for each in found["ranked"]]
     assert times == sorted(times)
-    text = printed(capsys, *TASK, "--why", "dp2 recompute:full bf16")
-    assert text.startswith('"dp2 bf16 recompute:full" fits, and takes')
-    assert "The difference is" in text
 
 
 @pytest.mark.full
@@ -355,7 +338,6 @@ def test_the_best_plans_are_measured(capsys: pytest.CaptureFixture[str]) -> None
     [
         ([*TASK[:4], "h100", *TASK[5:]], "Given: the cluster 'h100'"),
         (["search", "--ranks", "2"], "Missing option '--cluster'"),
-        ([*TASK, "--why", "dp4 bf16"], "which needs 4 processes"),
         ([*TASK[:-1], "12"], "12 ranks on hosts of 8 devices"),
         ([*TASK, "--measure", "0"], "--measure 0"),
         ([*TASK[:-1], "512", "--measure", "2"], "512 processes on this machine"),

@@ -22,8 +22,6 @@ from typing import Any, Final, NamedTuple
 from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.prediction.cluster import Cluster
-from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.relief import relieved
 from shardwise.prediction.time.step_time import StepTime
 
 # --- the plans that a search tries ----------------------------------------------------------------
@@ -183,32 +181,6 @@ class SearchResult:
         """The plan that exceeds the memory by least; None if none does."""
         return next((each for each in self.refused if each.over_bytes), None)
 
-    def why(self, found: Prediction) -> str:
-        """What is wrong with a plan that was predicted for the same task, in sentences.
-
-        It does not fit: by how much, and what would relieve it.  It is slower: where its time goes,
-        beside that of the best.
-        """
-        parts, room = found.dry_step.parts, self.cluster.device.memory_bytes
-        over = sum(parts.values()) - room
-        if over > 0:
-            part = max(parts, key=parts.__getitem__)
-            text = (
-                f'"{found.plan}" does not fit: its peak is {sum(parts.values()):,} bytes, {over:,} '
-                f"more than a device has. The largest part is {part}: {parts[part]:,} bytes."
-            )
-            instead = relieved(found.plan, part)
-            return text + f' "{instead}" makes it smaller.' * (instead is not None)
-        time, best = found.step_time(self.cluster), self.best
-        text = f'"{found.plan}" fits, and takes {time.seconds:.4g} s.'
-        own = parts_of(time)
-        if best is None or best.plan == found.plan:
-            return text + f" Its time is {_listed(own)}."
-        theirs = parts_of(best.time)
-        text += f' The best, "{best.plan}", takes {best.seconds:.4g} s.'
-        more = {n: own.get(n, 0.0) - theirs.get(n, 0.0) for n in own | theirs}
-        return text + f" The difference is {_listed(more, '+.3g')}."
-
     def as_json(self, most: int) -> dict[str, Any]:
         """The first `most` plans, the nearest where nothing fits, and the counts of the others."""
         near = self.nearest if self.best is None else None
@@ -220,11 +192,6 @@ class SearchResult:
             "slower": self.slower,
             "nearest": None if near is None else [str(near.plan), near.over_bytes],
         }
-
-
-def _listed(parts: Mapping[str, float], form: str = ".3g") -> str:
-    ordered = sorted(parts.items(), key=lambda part: -abs(part[1]))
-    return ", ".join(f"{name} {seconds:{form}} s" for name, seconds in ordered if seconds)
 
 
 def parts_of(time: StepTime) -> dict[str, float]:
