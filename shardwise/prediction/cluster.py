@@ -188,86 +188,46 @@ _GBIT: Final = 1e9 / 8
 _LAYER: Final = 0.82  # of what the best shape reaches, in a layer (Derating)
 
 
+def _device(name: str, gb: int, tb_per_s: float, *teraflops: float) -> Device:
+    """A device by its memory, and its peaks in 16, 32 and 64 bits."""
+    half, single, double = (1e12 * each for each in teraflops)
+    return Device(
+        name=name,
+        memory_bytes=gb * 10**9,
+        memory_bytes_per_s=tb_per_s * 1e12,
+        launch_s=_LAUNCH_S,
+        overlap=_OVERLAP,
+        peak_flops={"bf16": half, "fp16": half, "fp32": single, "fp64": double},
+    )
+
+
 def _hosts_of_eight(
-    device: Device,
-    products: float,
-    *,
-    nvlink_bytes_per_s: float,
-    network_gbit: float,
-    pcie_bytes_per_s: float,
-    memory_bytes_per_s: float,
+    device: Device, products: float, nvlink: int, network: int, pcie: int, memory: float
 ) -> Cluster:
+    """By GB/s in one direction of NVLink and PCIe, Gbit/s of the network, GB/s of the memory of
+    each of two processors; `products` is what the best shape reaches (9).
+    """
     return Cluster(
         devices_per_host=8,
         device=device,
-        inside=LinkSpeed(latency_s=_NVLINK_HOP_S, bytes_per_s=nvlink_bytes_per_s),
-        between=LinkSpeed(latency_s=_NETWORK_HOP_S, bytes_per_s=network_gbit * _GBIT),
-        host_link=LinkSpeed(latency_s=_LAUNCH_S, bytes_per_s=pcie_bytes_per_s),
-        host_bytes_per_s=memory_bytes_per_s / 8,
+        inside=LinkSpeed(latency_s=_NVLINK_HOP_S, bytes_per_s=nvlink * 1e9),
+        between=LinkSpeed(latency_s=_NETWORK_HOP_S, bytes_per_s=network * _GBIT),
+        host_link=LinkSpeed(latency_s=_LAUNCH_S, bytes_per_s=pcie * 1e9),
+        host_bytes_per_s=2e9 * memory / 8,
         derating=Derating(products=round(_LAYER * products, 2)),
     )
 
 
-_A100: Final = Device(
-    name="A100 80GB SXM",
-    memory_bytes=80 * 10**9,  # 1
-    memory_bytes_per_s=2.039e12,  # 1
-    launch_s=_LAUNCH_S,
-    overlap=_OVERLAP,
-    peak_flops={"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12, "fp64": 19.5e12},  # 1
-)
-_H100: Final = Device(
-    name="H100 SXM",
-    memory_bytes=80 * 10**9,  # 3
-    memory_bytes_per_s=3.35e12,  # 3
-    launch_s=_LAUNCH_S,
-    overlap=_OVERLAP,
-    peak_flops={"bf16": 989e12, "fp16": 989e12, "fp32": 67e12, "fp64": 67e12},  # 3
-)
-_H200: Final = Device(
-    name="H200 SXM",
-    memory_bytes=141 * 10**9,  # 5
-    memory_bytes_per_s=4.8e12,  # 5
-    launch_s=_LAUNCH_S,
-    overlap=_OVERLAP,
-    peak_flops=_H100.peak_flops,  # 5
-)
-_B200: Final = Device(
-    name="B200",
-    memory_bytes=180 * 10**9,  # 6: 1,440 GB
-    memory_bytes_per_s=8e12,  # 6: 64 TB/s
-    launch_s=_LAUNCH_S,
-    overlap=_OVERLAP,
-    peak_flops={"bf16": 2.25e15, "fp16": 2.25e15, "fp32": 75e12, "fp64": 37e12},  # 6
-)
-
-_H100_HOSTS: Final = _hosts_of_eight(  # 3: NVLink 900 GB/s, PCIe gen 5 128 GB/s; 4, 9, 11
-    _H100,
-    0.803,
-    nvlink_bytes_per_s=450e9,
-    network_gbit=400,
-    pcie_bytes_per_s=64e9,
-    memory_bytes_per_s=2 * 307.2e9,
-)
 PRESETS: Final[dict[str, Cluster]] = {
-    "a100-80gb": _hosts_of_eight(  # 1: NVLink 600 GB/s, PCIe gen 4 64 GB/s; 2, 9, 11
-        _A100,
-        0.869,
-        nvlink_bytes_per_s=300e9,
-        network_gbit=200,
-        pcie_bytes_per_s=32e9,
-        memory_bytes_per_s=2 * 204.8e9,
-    ),
-    "h100-sxm": _H100_HOSTS,
-    "h200": _H100_HOSTS.model_copy(update={"device": _H200}),  # 5: with the links of 3
-    "b200": _hosts_of_eight(  # 6: NVLink 14.4 TB/s for eight, 400 Gbit/s each, PCIe gen 5; 9, 11
-        _B200,
-        0.776,
-        nvlink_bytes_per_s=900e9,
-        network_gbit=400,
-        pcie_bytes_per_s=64e9,
-        memory_bytes_per_s=2 * 358.4e9,
-    ),
+    name: _hosts_of_eight(_device(*sheet), *links)
+    for name, sheet, links in (
+        # 1, 2: NVLink 600 GB/s, PCIe gen 4 64 GB/s; 3, 4: 900, PCIe gen 5 128; 5: with the links
+        # of 3; 6: of eight GPUs 1,440 GB, 64 TB/s, NVLink 14.4 TB/s; memory of hosts: 11
+        ("a100-80gb", ("A100 80GB SXM", 80, 2.039, 312, 19.5, 19.5), (0.869, 300, 200, 32, 204.8)),
+        ("h100-sxm", ("H100 SXM", 80, 3.35, 989, 67, 67), (0.803, 450, 400, 64, 307.2)),
+        ("h200", ("H200 SXM", 141, 4.8, 989, 67, 67), (0.803, 450, 400, 64, 307.2)),
+        ("b200", ("B200", 180, 8, 2250, 75, 37), (0.776, 900, 400, 64, 358.4)),
+    )
 }
 
 # --- the file of a cluster ------------------------------------------------------------------------

@@ -221,5 +221,5 @@ class Prediction:
         """The seconds of `bytes` if none overlap, by axis and kind; copies between tiers apart."""
         from shardwise.prediction.time.network import Network
 
-        every = Network(cluster, self.plan, self.rank).seconds_by_kind(self.dry_step.sent)
+        every = Network(cluster, self.plan, self.rank).seconds(self.dry_step.sent)
         return {f"{axis} {kind}": seconds for (axis, kind), seconds in every.items()}

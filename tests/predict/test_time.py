@@ -146,7 +146,7 @@ def test_a_collective_takes_its_hops_and_its_bytes(
     """Rings enter a host by the links of all of its ranks; only some pairs are across hosts."""
     found = Network(IDEAL, Plan.parse(plan), 0).seconds(sent("dp", kind, 10**9))
     hops_s = inside * IDEAL.inside.latency_s + between * IDEAL.between.latency_s
-    assert found == {"dp": pytest.approx(hops_s + bytes_s)}
+    assert found == {("dp", kind): pytest.approx(hops_s + bytes_s)}
 
 
 # --- a step ---------------------------------------------------------------------------------------

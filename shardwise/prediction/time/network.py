@@ -47,13 +47,7 @@ class Network:
         self.cluster, self.plan, self.rank = cluster, plan, rank
         self.hosts = cache(self._hosts)
 
-    def seconds(self, sent: Mapping[Key, Tally]) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for (axis, _), seconds in self.seconds_by_kind(sent).items():
-            found[axis] = found.get(axis, 0.0) + seconds
-        return found
-
-    def seconds_by_kind(self, sent: Mapping[Key, Tally]) -> dict[tuple[str, str], float]:
+    def seconds(self, sent: Mapping[Key, Tally]) -> dict[tuple[str, str], float]:
         """The seconds of messages of each axis and kind; none of copies between tiers."""
         found: dict[tuple[str, str], float] = {}
         for (axis, kind, _), tally in sent.items():
