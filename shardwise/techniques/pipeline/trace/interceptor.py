@@ -208,6 +208,10 @@ class StandIn(nn.Module):
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         return type(kind.__name__, (StandIn,), names)(of)
 
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Without its own class, which nobody can import."""
+        return StandIn, (vars(self)["_of"],)
+
     def __init__(self, of: Of) -> None:
         super().__init__()
         vars(self)["_of"] = of
