@@ -26,8 +26,8 @@ def bench_command(
         list[str],
         typer.Argument(
             metavar="SUITE",
-            help="data, tensor, context, pipeline, memory, offload, layers, experts, host, disk, "
-            "save; then contenders, or for disk its folder.",
+            help="data, loops, tensor, context, pipeline, memory, offload, layers, experts, host, "
+            "disk, save; then contenders, or for disk its folder.",
         ),
     ],
     size: Annotated[

@@ -90,8 +90,8 @@ def looped(engine: sw.Engine) -> Loop:
     )
 
 
-DATA = (
-    *(Contender(word, word, planned(f"dp{{n}} {word}")) for word in ROWS),
+DATA = tuple(Contender(word, word, planned(f"dp{{n}} {word}")) for word in ROWS)
+LOOPS = (
     Contender("sw.DDP", "ddp", by_hand(sw.DDP)),
     Contender("sw.FSDP", "zero3", by_hand(sw.FSDP)),
 )

@@ -15,6 +15,12 @@ from shardwise.core.errors import bad
 from shardwise.core.tools.arguments import suggest
 
 _DATA: Final = (*torch_peers.PEERS, *deepspeed_peers.PEERS, *ours.DATA)
+_LOOPS: Final = (
+    torch_peers.DDP,
+    *(each for each in torch_peers.PEERS if each.name == "FSDP2"),
+    torch_peers.ACCELERATE,
+    *ours.LOOPS,
+)
 _TENSOR: Final = (*torch_tensor.PEERS, torch_peers.DDP, *ours.TENSOR)
 _CONTEXT: Final = (*torch_tensor.CONTEXT, *ours.CONTEXT)
 _MEMORY: Final = (
@@ -45,7 +51,7 @@ _PIPELINE: Final = tuple(
 ROSTER: Final[dict[str, Contender[Loop]]] = {
     each.name: each
     for suite in (
-        *(_DATA, _TENSOR, _CONTEXT, _PIPELINE, _MEMORY, _OFFLOAD, _LAYERS),
+        *(_DATA, _LOOPS, _TENSOR, _CONTEXT, _PIPELINE, _MEMORY, _OFFLOAD, _LAYERS),
         expert_peers.PEERS,
     )
     for each in suite
@@ -55,6 +61,7 @@ ROSTER: Final[dict[str, Contender[Loop]]] = {
 #: in `pipeline` to torch's same schedule.
 SUITES: Final[dict[str, tuple[str, ...]]] = {
     "data": tuple(each.name for each in _DATA),
+    "loops": tuple(each.name for each in _LOOPS),
     "tensor": tuple(each.name for each in _TENSOR),
     "context": tuple(each.name for each in _CONTEXT),
     "pipeline": tuple(each.name for each in _PIPELINE),

@@ -99,8 +99,8 @@ PEERS = (
     DDP,
     Contender("FSDP2 without reshard", "zero2", fsdp2(reshard=False)),
     Contender("FSDP2", "zero3", fsdp2(reshard=True)),
-    Contender("accelerate", "ddp", accelerated, package="accelerate"),
 )
+ACCELERATE = Contender("accelerate", "ddp", accelerated, package="accelerate")
 OFFLOAD = Contender(
     "FSDP2 CPUOffloadPolicy",
     "zero3",

@@ -27,7 +27,7 @@ from shardwise.checkpoint.open_checkpoint import (
 )
 from shardwise.checkpoint.save import together
 from shardwise.checkpoint.save_plans import Pages
-from shardwise.comm.inference import normal_mode
+from shardwise.comm.unchanged import normal_mode
 from shardwise.comm.world import World
 from shardwise.core.errors import Problem, RunError, bad, refusal
 from shardwise.engine.state.box import Box, block

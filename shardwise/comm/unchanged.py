@@ -1,6 +1,6 @@
 """What a call changes while it runs, and restores at its end."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,3 +87,27 @@ def kept(device: torch.device) -> Iterator[list[torch.Generator]]:
     finally:
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)
+
+
+# --- inference mode -------------------------------------------------------------------------------
+#
+# A tensor made in torch.inference_mode can never be written to, or take part in training, outside
+# of it. So state that outlives a call (units, traces, buffers) is made in normal mode.
+
+
+@contextmanager
+def normal_mode() -> Generator[None]:
+    """Under inference mode: leave it, without gradients; else nothing changes."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
+
+
+def renew_buffers(modules: Iterable[nn.Module]) -> None:
+    """Replace buffers that were made under inference mode by copies that may be written to."""
+    for module in modules:
+        for key, b in module.named_buffers(recurse=False, remove_duplicate=False):
+            if b.is_inference():
+                setattr(module, key, b.clone())

@@ -20,8 +20,8 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.inference import renew_buffers
 from shardwise.comm.move import broadcast, part
+from shardwise.comm.unchanged import renew_buffers
 from shardwise.comm.world import Axis, World
 from shardwise.core.applied import Fill
 from shardwise.core.errors import bad

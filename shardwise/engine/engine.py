@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.inference import normal_mode
 from shardwise.comm.ledger import Ledger, rank_bytes
 from shardwise.comm.move import begin_sum
 from shardwise.comm.tiers.host_memory import doubles_on
-from shardwise.comm.unchanged import kept
+from shardwise.comm.unchanged import kept, normal_mode
 from shardwise.core.buffer_sizes import pool_bytes
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import PIPELINE

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.comm.inference import normal_mode
+from shardwise.comm.unchanged import normal_mode
 from shardwise.comm.world import World, init
 from shardwise.core.layouts.tensor_table import Table
 from shardwise.core.plan.plan import Plan

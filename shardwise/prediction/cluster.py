@@ -110,10 +110,10 @@ class CollectiveSpeed(BaseModel):
 class Derating(BaseModel):
     """What parts of the rates of a data sheet are sustained, one for each class of work.
 
-    products  what the best shape reaches (9), times 0.82, so that the time of one layer of a 22B
-              model, forward and backward, is the measured one (arXiv 2205.05198, table 4). That is
-              the only figure which is fitted, and to no training run
-    memory    10
+    products  the rate of the best shape (9) times 0.82, which is fitted to the measured time of one
+              layer of a 22B model, forward and backward (arXiv 2205.05198, table 4). No other
+              figure is fitted, and no training run is used
+    memory    large transfers (10)
     links     all-reduce of large messages on NVLink: 240 of 300 GB/s on an A100 (nccl-tests)
     """
 

@@ -21,7 +21,6 @@ from shardwise.core.plan.plan_check import schedule_of
 from shardwise.core.plan.plan_parser import word_of
 from shardwise.core.schedule import draw
 from shardwise.core.schedule.clock import clock
-from shardwise.derive.search.result import parts_of
 from shardwise.train import metrics
 from shardwise.train.progress import duration, ranks_text, size_text, unit_of
 from shardwise.train.run_folder import PAGE, PLOTS, REPORT
@@ -260,7 +259,7 @@ def _bytes_table(rank: int, series: Series) -> str:
 
 def _time_section(time: TimeCost) -> Section:
     times = {PREDICTED: time.predicted.seconds, MEASURED: time.measured_s}
-    rows = [[name, milliseconds(s)] for name, s in (parts_of(time.predicted) | times).items()]
+    rows = [[name, milliseconds(s)] for name, s in (time.predicted.parts | times).items()]
     said = [f"{time.text}. `{STEP_TIME}` has the numbers."]
     if time.predicted.unmodelled:
         said += [f"The time of {', '.join(time.predicted.unmodelled)} is not predicted."]

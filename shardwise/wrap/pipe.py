@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from shardwise.comm.inference import normal_mode
 from shardwise.comm.move import all_reduce, broadcast
 from shardwise.comm.parameter import become
 from shardwise.comm.transport import Lease
+from shardwise.comm.unchanged import normal_mode
 from shardwise.comm.world import Axis, World
 from shardwise.core.applied import Fill
 from shardwise.core.buffer_sizes import pool_bytes

@@ -5,8 +5,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import nn
 
-from shardwise.comm.inference import normal_mode
 from shardwise.comm.transport import Lease
+from shardwise.comm.unchanged import normal_mode
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.tools.structure import uncompiled

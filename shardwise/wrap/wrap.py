@@ -19,9 +19,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from shardwise.comm.inference import normal_mode
 from shardwise.comm.move import all_reduce, begin_sum
 from shardwise.comm.transport import Lease
+from shardwise.comm.unchanged import normal_mode
 from shardwise.comm.world import Axis, World
 from shardwise.core.buffer_sizes import usual_pool_bytes
 from shardwise.core.errors import bad

@@ -121,7 +121,7 @@ def test_what_is_recomputed_fills_the_memory() -> None:
     best = searched(NARROW).best
     assert best is not None and best.peak_bytes <= NARROW
     assert best.seconds < min(s for s, peak in exhaustive().values() if peak <= NARROW)
-    budgets = (replace(best.plan, recompute=f"{kib}KiB") for kib in range(200, 800, 50))
+    budgets = (replace(best.plan, recompute=f"{kib}KiB") for kib in range(200, 1100, 75))
     every = [costs(plan, best.rows) for plan in budgets]
     fitting = [seconds for seconds, peak in every if peak <= NARROW]
     assert 0 < len(fitting) < len(every)

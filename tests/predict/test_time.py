@@ -218,16 +218,15 @@ def test_tokens_and_mfu_follow_from_the_time():
 @pytest.mark.parametrize("plan", ["optim", "optim@disk", "optim-delayed=1"])
 def test_updates_elsewhere_take_the_time_of_their_memory(plan: str):
     """Where the cluster has no rate of a tier, the time is missing, and the result says so."""
-    text = f"dp2 zero3 offload:{plan} fp32"
-    found = predicted(text)
+    found = predicted(f"dp2 zero3 offload:{plan} fp32")
     slow = IDEAL.model_copy(update={"host_bytes_per_s": 1e6, "disk_bytes_per_s": 1e6})
     bytes_of = found.memory_by_tier
     steps = [found.step_time(each) for each in (IDEAL, slow)]
     unknown = IDEAL.model_copy(update={"host_bytes_per_s": None})
     assert found.step_time(unknown).unmodelled == (f"offload:{plan}",)
     assert [bool(step.unmodelled) for step in steps] == ["@disk" in plan, False]
-    where = "disk" if "@disk" in plan else "the host"
-    own = 2 * bytes_of[f"optimizer on {where}"] + bytes_of[f"gradients on {where}"]
+    where = "on disk" if "@disk" in plan else "on the host"
+    own = 2 * bytes_of[f"optimizer {where}"] + bytes_of[f"gradients {where}"]
     own = max(own, sum(n for kind, n in found.bytes.items() if "disk" in kind))
     assert steps[1].update_s == pytest.approx(own / 1e6, rel=0.01)
 

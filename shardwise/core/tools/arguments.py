@@ -78,8 +78,9 @@ def choice(name: str, value: Any, allowed: Iterable[str]) -> None:
 
 
 def on_nonfinite(value: Any) -> str:
-    """Raise InputError unless `value` is raise, skip, or skip:NUMBER."""
-    if not (isinstance(value, str) and re.fullmatch(r"skip:[0-9]{1,9}(\.[0-9]{1,9})?", value)):
+    """Raise InputError unless `value` is raise, skip, or skip:NUMBER, a number above 0."""
+    number = r"skip:(?=.*[1-9])[0-9]{1,9}(\.[0-9]{1,9})?"
+    if not (isinstance(value, str) and re.fullmatch(number, value)):
         choice("on_nonfinite", value, ("raise", "skip", "skip:6"))
     return value
 

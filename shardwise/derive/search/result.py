@@ -137,7 +137,7 @@ class RankedPlan:
     @property
     def bound(self) -> str:
         """The largest part of the time: "compute", "exposed dp", "bubble" or "update"."""
-        parts = parts_of(self.time)
+        parts = self.time.parts
         return max(parts, key=lambda name: parts[name])
 
     def as_json(self) -> dict[str, Any]:
@@ -192,10 +192,3 @@ class SearchResult:
             "slower": self.slower,
             "nearest": None if near is None else [str(near.plan), near.over_bytes],
         }
-
-
-def parts_of(time: StepTime) -> dict[str, float]:
-    parts = {"compute": time.compute_s}
-    parts |= {f"exposed {axis}": seconds for axis, seconds in time.exposed_s.items()}
-    parts |= {"bubble": time.bubble_s, "update": time.update_s}
-    return {name: seconds for name, seconds in parts.items() if seconds}

@@ -112,9 +112,9 @@ class Guard:
         error = None
         if self.skips >= MOST_SKIPS:
             error = NonFiniteError(
-                f"Step {step}: {self.skips} steps in a row had no finite gradient and were skipped,"
-                " so the weights have not changed. Resume from the last checkpoint with a lower "
-                "learning rate, or use bf16 or fp32."
+                f"Step {step}: {self.skips} steps in a row were skipped: their gradients were not "
+                "finite, or far above those before (skip:N), so the weights have not changed. "
+                "Resume from the last checkpoint with a lower learning rate, or use bf16 or fp32."
             )
         elif not (self.skip or expected):
             error = find()

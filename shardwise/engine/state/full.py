@@ -16,8 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.inference import normal_mode
 from shardwise.comm.move import receive, send
+from shardwise.comm.unchanged import normal_mode
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.tools.structure import plain_key, uncompiled

@@ -3,8 +3,8 @@
     compute    kernels of the passes, recomputation included
     exposed    by axis, the time for which the compute stream waits for messages and copies
     bubble     in a pipeline, the time for which the rank waits for other stages
-    update     gradients and states are read, states and weights written, at the rate of the memory
-               of the update; a delayed one as far as it outlasts the next step
+    update     gradients and states are read, states and weights written, on the device or in host
+               memory; of a delayed update, only what takes longer than the next step
 
 All microbatches have the shapes of the first, and experts an even load. Of many equal microbatches
 a dry run takes only a few, since those in the middle of a step repeat. In a pipeline, the clock of
@@ -68,6 +68,13 @@ class StepTime:
     def mfu(self) -> float:
         """Model FLOPs utilisation: FLOPs over those that the peak allows (arXiv 2204.02311)."""
         return self.flops / (self.seconds * self.peak_flops)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        found = {"compute": self.compute_s}
+        found |= {f"exposed {axis}": seconds for axis, seconds in self.exposed_s.items()}
+        found |= {"bubble": self.bubble_s, "update": self.update_s}
+        return {name: seconds for name, seconds in found.items() if seconds}
 
     def as_json(self) -> dict[str, Any]:
         parts = {"compute_s": self.compute_s, "exposed_s": dict(self.exposed_s)}

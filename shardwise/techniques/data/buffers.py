@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.inference import renew_buffers
 from shardwise.comm.move import broadcast
+from shardwise.comm.unchanged import renew_buffers
 from shardwise.comm.world import Axis
 
 

@@ -2,14 +2,14 @@
 
 object.kept = v        in a layer of stage 0
 x + object.kept        in a layer of stage 1, whose rank has no such tensor, or an old one
-object.depth += 1      in each layer: a rank counts its own ones alone
+object.depth += 1      in each layer: a rank counts its own layers only
 """
 
 import dis
 import sys
 import warnings
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -54,51 +54,61 @@ def require_no_capture() -> None:
 
 
 class SharedNumbers:
-    """The numbers of objects that layers share, of containers, and globals that a forward sets."""
+    """Numbers that several layers may change: attributes of objects that two of them hold and of
+    containers, and globals that a forward assigns.
+    """
 
-    def __init__(self, layers: Iterable[nn.Module], containers: Iterable[nn.Module]) -> None:
-        self.tables: dict[int, tuple[str, dict[str, Any], set[str] | None]] = {}
+    def __init__(self, layers: Sequence[nn.Module], containers: Sequence[nn.Module]) -> None:
+        #: by id of a table: whose it is, the table, and the names that count; None: all
+        self.tables: dict[int, tuple[str, dict[str, Any], set[str] | None]] = {
+            id(vars(m)): (type(m).__name__, vars(m), None) for m in containers
+        }
         self.writers = defaultdict[str, dict[str, int]](dict)  # of each number: layers, stages
-        for module in containers:
-            self._add(type(module).__name__, vars(module))
-        for module in (m for layer in layers for m in layer.modules()):
-            for x in vars(module).values():
-                if not isinstance(x, nn.Module | Tensor | type | FunctionType):
-                    self._add(type(x).__name__, getattr(x, "__dict__", {}))
-            forward = type(module).forward
-            if isinstance(forward, FunctionType):
-                steps = dis.get_instructions(forward.__code__)
-                names = {step.argval for step in steps if step.opname == "STORE_GLOBAL"}
-                self._add(forward.__module__, forward.__globals__, names)
+        inside, held = [[*layer.modules()] for layer in layers], Counter[int]()
+        for modules in (*inside, *([each] for each in containers)):
+            for key, (owner, table) in _objects_of(modules).items():
+                held[key] += 1
+                if held[key] > 1:
+                    self.tables[key] = owner, table, None
+        for forward in {type(m).forward for modules in inside for m in modules}:
+            code: Any = getattr(forward, "__code__", "")
+            steps = dis.get_instructions(code)
+            if names := {step.argval for step in steps if step.opname == "STORE_GLOBAL"}:
+                table = forward.__globals__
+                known = self.tables.get(id(table), ("", table, None))[2] or set()
+                self.tables[id(table)] = forward.__module__, table, known | names
 
-    def _add(self, owner: str, table: dict[str, Any], names: set[str] | None = None) -> None:
-        if table and names != set():
-            self.tables.setdefault(id(table), (owner, table, names))
-
-    def _now(self) -> dict[str, Any]:
+    def _now(self) -> dict[tuple[int, str], Any]:
         return {
-            f"{owner}.{name}": x
-            for owner, table, names in self.tables.values()
+            (key, name): x
+            for key, (_, table, names) in self.tables.items()
             for name, x in table.items()
             if isinstance(x, int | float) and (names is None or name in names)
         }
 
     @contextmanager
     def during(self, layer: str, stage: int) -> Iterator[None]:
-        """Note what a layer of a stage changes."""
+        """Record which numbers the call of a layer changes."""
         before = self._now()
         yield
-        for name, x in self._now().items():
-            if name in before and before[name] != x:
-                self.writers[name][layer] = stage
+        for key, x in self._now().items():
+            if key in before and before[key] != x:
+                self.writers[f"{self.tables[key[0]][0]}.{key[1]}"][layer] = stage
 
     def warn(self, last: int) -> None:
-        """Warn of numbers that ranks other than that of the stage `last` count."""
+        """Warn of numbers that layers of other stages than the `last` change."""
         for name, layers in self.writers.items():
             if {*layers.values()} != {last}:
                 warnings.warn(
-                    f"{name}, which {', '.join([*layers][:4])} change: in a pipeline each rank has "
-                    "the number of its own layers. If it is only recorded, this is no mistake; "
-                    "else pass it to the layers as an argument.",
+                    f"{name} is changed by the layers {', '.join([*layers][:4])}: in a pipeline "
+                    "each rank sees only the changes that its own layers make. If the number is "
+                    "only recorded, this is no mistake; else pass it to the layers as an argument.",
                     stacklevel=2,
                 )
+
+
+def _objects_of(modules: Iterable[nn.Module]) -> dict[int, tuple[str, dict[str, Any]]]:
+    """The class and attributes of each object that modules hold, but for modules and tensors."""
+    every = (x for m in modules for x in vars(m).values())
+    plain = (x for x in every if not isinstance(x, nn.Module | Tensor | type | FunctionType))
+    return {id(vars(x)): (type(x).__name__, vars(x)) for x in plain if getattr(x, "__dict__", {})}

@@ -197,19 +197,17 @@ class Of:
 
 
 class StandIn(nn.Module):
-    """Takes the place of a layer; has nothing that `parameters` or `state_dict` would return, but
-    in a stage.
-    """
+    """Takes the place of a layer; outside of a stage it has no parameters and no state."""
 
     @staticmethod
     def of_kind(of: Of) -> "StandIn":
-        """One whose class has the name of the layer's, which a forward may read."""
+        """A stand-in whose class has the name of the layer's class, which a forward may read."""
         kind = type(of.twin)
         names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
         return type(kind.__name__, (StandIn,), names)(of)
 
     def __reduce_ex__(self, _: Any) -> Any:
-        """Without its own class, which nobody can import."""
+        """As a plain StandIn: pickle cannot import the class that `of_kind` made."""
         return StandIn, (vars(self)["_of"],)
 
     def __init__(self, of: Of) -> None:
@@ -284,10 +282,13 @@ class StandIn(nn.Module):
             vars(self)["_of"].twin.requires_grad_()
         return self
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> Any:
+        """During a stage, the layer's own, so that a loss may read it."""
         of: Of = vars(self)["_of"]
-        whose = super() if of.player is None else of.answers
-        return whose.state_dict(*args, **kwargs)
+        found = super().state_dict if of.player is None else of.answers.state_dict
+        return found(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

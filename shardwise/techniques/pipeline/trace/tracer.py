@@ -94,7 +94,7 @@ class Tracer:
         self.kept: list[Tensor] = []
         self.answers: list[Any] = []  # what the forward read from the batch
         twins = [of.twin for of in layers.standing]
-        self.numbers = SharedNumbers(twins, (twin for _, twin in layers.pairs))
+        self.numbers = SharedNumbers(twins, [twin for _, twin in layers.pairs])
         self.nodes: dict[Any, tuple[int, str]] = {}  # of autograd: the stage, the layer
 
     # --- operations and layers ----------------------------------------------------------------
@@ -188,11 +188,12 @@ class Tracer:
         require_unpacked(of.name, (args, kwargs))
         inputs, metas, on_meta, named = self._on_meta(of.name, args, kwargs)
         versions, before = [x._version for x in metas], [x.grad_fn for x in metas]
-        try:
-            with META, self.numbers.during(of.name, self.stage):
-                out = of.twin(*on_meta, **named)
-        except RuntimeError:  # it reads numbers, for example
-            out, versions = self._run(of.twin, inputs, metas, args, kwargs)
+        with self.numbers.during(of.name, self.stage):
+            try:
+                with META:
+                    out = of.twin(*on_meta, **named)
+            except RuntimeError:  # it reads numbers, for example
+                out, versions = self._run(of.twin, inputs, metas, args, kwargs)
         require_arguments(of.name, self.stage, leaves(out, Tensor), before, self.nodes)
         require_unpacked(of.name, out)
         if "forward" in vars(of.twin):
