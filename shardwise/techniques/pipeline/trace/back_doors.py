@@ -26,20 +26,22 @@ def require_arguments(
     of autograd `before`, is in `outputs`. `made` has each node's stage and layer.
     """
     nodes, done = [x.grad_fn for x in outputs], {None, *before}
+    made |= {node: (stage, layer) for node in done - made.keys()}
     while nodes:
         node = nodes.pop()
         if node in done or not node.next_functions:  # of a parameter: layers may share it
             continue
         done.add(node)
-        made_in, maker = made.setdefault(node, (stage, layer))
-        if made_in < stage:
+        if node not in made:
+            made[node] = stage, layer
+            nodes += [each for each, _ in node.next_functions]
+        elif made[node][0] < stage:
             raise bad(
-                f"{layer}, of stage {stage}, which computes with a tensor that {maker}, of stage "
-                f"{made_in}, has left for it in an object",
+                f"{layer}, of stage {stage}, which computes with a tensor that {made[node][1]}, of "
+                f"stage {made[node][0]}, has left for it in an object",
                 "layers that take what other layers made as arguments",
-                f"return x, extra in {maker}, and {layer}(x, extra)",
+                f"return x, extra in {made[node][1]}, and {layer}(x, extra)",
             )
-        nodes += [each for each, _ in node.next_functions]
 
 
 def require_no_capture() -> None:

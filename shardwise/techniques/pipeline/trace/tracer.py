@@ -187,13 +187,16 @@ class Tracer:
         self.last = of.name
         require_unpacked(of.name, (args, kwargs))
         inputs, metas, on_meta, named = self._on_meta(of.name, args, kwargs)
-        versions, before = [x._version for x in metas], [x.grad_fn for x in metas]
+        versions = [x._version for x in metas]
+        before: list[Any] = [x.grad_fn for x in metas]
         with self.numbers.during(of.name, self.stage):
             try:
                 with META:
                     out = of.twin(*on_meta, **named)
             except RuntimeError:  # it reads numbers, for example
                 out, versions = self._run(of.twin, inputs, metas, args, kwargs)
+        wrote = [i for i, x in enumerate(metas) if x._version != versions[i] and before[i]]
+        before += [each for i in wrote for each, _ in before[i].next_functions]
         require_arguments(of.name, self.stage, leaves(out, Tensor), before, self.nodes)
         require_unpacked(of.name, out)
         if "forward" in vars(of.twin):
@@ -228,7 +231,10 @@ class Tracer:
     def _meta(self, x: Tensor, what: Any) -> Tensor:
         number = self.seen.number(x)
         if number is not None:
-            return self.values[number].meta
+            value, meta = self.values[number], self.values[number].meta
+            received = isinstance(what, str) and value.stages[-1] < self.stage
+            # a view: what a layer has kept of this tensor is not what the next one receives
+            return meta.view_as(meta) if received and meta.grad_fn is not None else meta
         self._check_common(x, what)
         return x.to(META)
 
