@@ -1,6 +1,5 @@
 """Parameters in place of others: of the same class, with the same attributes and hooks."""
 
-import weakref
 from typing import Any
 
 import torch
@@ -28,14 +27,11 @@ def attributes(model: nn.Module) -> list[Tensor]:
 
 def become(p: nn.Parameter, data: Tensor) -> None:
     """Give `p` other values, also on another device; the object and its hooks stay.
-    A tensor's device changes only as a whole, and with it the tables in which autograd finds hooks;
-    one that has weak references, as the weights of nn.LSTM, takes the values alone.
+    A tensor's device changes only as a whole, and with it the tables in which autograd finds hooks.
     """
-    if weakref.getweakrefs(p):  # torch does not swap it
-        p.data = data
-        return
     on_grad, after_grad = p._backward_hooks, p._post_accumulate_grad_hooks
-    torch.utils.swap_tensors(p, parameter_like(p, data))
+    # torch's own function refuses weak references, as nn.LSTM has to its weights; they stay right
+    torch._C._swap_tensor_impl(p, parameter_like(p, data))
     if on_grad:
         p._backward_hooks = on_grad
     if after_grad:
