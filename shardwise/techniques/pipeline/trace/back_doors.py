@@ -26,7 +26,7 @@ def require_arguments(
     of autograd `before`, is in `outputs`. `made` has each node's stage and layer.
     """
     nodes, done = [x.grad_fn for x in outputs], {None, *before}
-    made |= {node: (stage, layer) for node in done - made.keys()}
+    made |= dict.fromkeys(done - made.keys(), (stage, layer))
     while nodes:
         node = nodes.pop()
         if node in done or not node.next_functions:  # of a parameter: layers may share it
