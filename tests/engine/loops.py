@@ -136,22 +136,6 @@ def clipping(side: Side) -> None:
         optim.zero_grad()
 
 
-def groups(side: Side) -> None:
-    """A group for names, as people write it: no decay for biases."""
-    named = list(side.model.named_parameters())
-    biases = [p for n, p in named if n.endswith("bias")]
-    others = [p for n, p in named if not n.endswith("bias")]
-    optim = torch.optim.SGD(
-        [{"params": biases, "lr": 0.01}, {"params": others, "weight_decay": 0.5}],
-        lr=0.1,
-        momentum=0.9,
-    )
-    for step in range(3):
-        optim.zero_grad()
-        side.backward(step)
-        optim.step()
-
-
 def twice_backward(side: Side) -> None:
     """retain_graph and a second backward through the same graph."""
     for step in side.steps(2):
@@ -194,8 +178,8 @@ def gradient_norms(side: Side) -> None:
 LOOPS: dict[str, Loop] = {
     loop.__name__: loop
     for loop in (
-        *(as_written, zeroing, accumulating, unsynced, clipping, groups),
-        *(twice_backward, replacing, looking, gradient_norms),
+        *(as_written, zeroing, accumulating, unsynced, clipping, twice_backward),
+        *(replacing, looking, gradient_norms),
     )
 }
 

@@ -123,21 +123,6 @@ class Repeated(Stack):
         return x
 
 
-class Outside(Stack):
-    """Parameters that are no layer's: one is used at the beginning, one in each stage."""
-
-    def __init__(self) -> None:
-        super().__init__(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
-        self.place = nn.Parameter(torch.zeros(WIDTH))
-        self.scale = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.place
-        for block in self.blocks:
-            x = torch.tanh(block(x) * self.scale)
-        return x
-
-
 class Half(nn.Module):
     """The last layer's weight is the first one's, and one of them has no gradient."""
 
@@ -195,7 +180,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "idle": chain(Stack, idle),
     "ends": partial(made, Ends),
     "repeated": partial(made, Repeated),
-    "outside": partial(made, Outside),
     "used first": partial(made, Half, "first"),
     "used last": partial(made, Half, "last"),
     "writes to the batch": chain(Writes, plain),

@@ -200,29 +200,6 @@ def test_what_scales_all_ranks_alike_is_not(how: str, act: Callable[[nn.Module],
     run_threads(2, scaled, how, act)
 
 
-def assigned(world: World, plan: str) -> tuple[list[Tensor], float]:
-    made = sw.parallelize(coder(), plan, world, optimizer=sw.SGD(lr=0.0), loss=by_weight)
-    made.step(rows(0, world.rank))
-    for p in made.model.parameters():
-        p.data = torch.full_like(p, 0.25)
-    before = sw.full_state_dict(made)
-    loss = made.step(rows(1, world.rank)).loss
-    return [*before.values(), *sw.full_state_dict(made).values()], loss
-
-
-@pytest.mark.parametrize("plan", ["zero2 bf16", "zero3 offload:param", "ddp bf16", "zero1"])
-def test_tensors_assigned_to_the_parameters_of_an_engine_are_its_weights(plan: str):
-    """Those of a checkpoint, of the next step and of fp32 masters."""
-    model = coder()
-    for p in model.parameters():
-        p.data = torch.full_like(p, 0.25)
-    expected = sum(float(by_weight(model, rows(1, rank)).detach()) / 2 for rank in range(2))
-    values, loss = run_threads(2, assigned, plan)[0]
-    assert values
-    assert all((value == 0.25).all() for value in values)
-    assert loss == pytest.approx(expected, rel=1e-2 if "bf16" in plan else 1e-5)
-
-
 # --- models that change ---------------------------------------------------------------------------
 
 
@@ -380,6 +357,7 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "by name": lambda m: [x.weight.data.mul_(0.9) for x in m.modules() if hasattr(x, "bias")],
     "by a state": lambda m: m.load_state_dict({n: x / 9 for n, x in m.state_dict().items()}),
     "by a plain state": lambda m: m.load_state_dict(make("stack").double().state_dict()),
+    "assigned": lambda m: [setattr(p, "data", p.detach() * 0.9) for p in m.parameters()],
     "in a loop": lambda model: [p.data.clamp_(-0.1, 0.1) for p in model.parameters()],
     "frozen": lambda m: [p.requires_grad_(not p.requires_grad) for p in m.blocks[0].parameters()],
     "kept": lambda m: [
@@ -407,10 +385,13 @@ def writing(world: World, plan: str, how: str) -> dict[str, Tensor]:
 
 
 ROWS = "zero1 fp64", "zero2 offload:optim fp64", "zero3 fp64", "bf16", "zero1 bf16", "zero3 bf16"
+WRITTEN = ["", "zero3 offload:param fp64", *ROWS, *(f"pp2 {row} 1f1b:2" for row in ROWS[::2])]
 
 
-@pytest.mark.parametrize("how", WRITES)
-@pytest.mark.parametrize("plan", ["", *ROWS, *(f"pp2 {row} 1f1b:2" for row in ROWS[::2])])
+@pytest.mark.parametrize(  # masters on another tier take none that is assigned
+    ("plan", "how"),
+    [(p, how) for p in WRITTEN for how in WRITES if (p, how) != (ROWS[1], "assigned")],
+)
 def test_a_write_between_steps_is_kept(plan: str, how: str):
     """Also while the update's gather is under way, of a piece, and by masters of 32 bits."""
     expected, _ = run_threads(2, writing, "ddp fp64", how)

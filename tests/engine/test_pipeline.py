@@ -58,7 +58,7 @@ CASES = [
         for plan in ("pp2 1f1b:3", "pp2 dp2 zero3 zb-h1:4")
         for name in ("half frozen", "skips", "idle")
     ),
-    *((plan, name, ADAMW) for plan in SHARED for name in ("ends", "outside")),
+    *((plan, "ends", ADAMW) for plan in SHARED),
     # two blocks are two layers, however often they are gone through: two stages at most
     *((plan, "repeated", ADAMW) for plan in ("pp2 1f1b:3", "pp2 dp2 zero2 zb-h1:4")),
     *(("pp2 1f1b:3", f"used {end}", ADAMW) for end in ("first", "last")),

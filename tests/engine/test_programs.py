@@ -1,7 +1,6 @@
 """Programs of users: what they compute on a wrapped module, or in a loss, is one process's."""
 
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -196,14 +195,6 @@ class Slots:
         return self.__value
 
 
-class ModelOutput(OrderedDict[str, Any]):
-    """A dict that also has its items as attributes, as that of transformers."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__(hidden=hidden)
-        self.hidden = hidden
-
-
 class Cache:
     def __init__(self, hidden: Tensor) -> None:
         self.layers = [{"first": Slots(hidden)}]
@@ -234,8 +225,6 @@ def lazy(block: Any, x: Tensor) -> Iterator[Tensor]:
 #: What a block returns, and how the model goes on with it.
 KINDS: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any, Tensor], Tensor]]] = {
     "view of a view": (lambda b, x: plain(b, x).view(-1).view(-1, 6), in_place),
-    "slots": (lambda b, x: Slots(plain(b, x)), attribute),
-    "model output": (lambda b, x: ModelOutput(plain(b, x)), attribute),
     "cache": (lambda b, x: Cache(plain(b, x)), attribute),
     "set": (lambda b, x: {plain(b, x)}, lambda out, x: x + next(iter(out))),
     "generator": (lazy, lambda out, x: x + torch.cat(list(out))),

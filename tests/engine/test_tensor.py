@@ -86,10 +86,12 @@ def in_two_dtypes() -> nn.Module:
     return model
 
 
-def test_parameters_of_several_dtypes():
-    """fp32 layers in an fp64 model keep their dtype, and every move is counted in its own."""
+@pytest.mark.parametrize("plan", ["tp2 sp", "dp2", "dp2 zero2", "dp2 zero3"])
+def test_parameters_of_several_dtypes(plan: str):
+    """Each keeps its dtype, in which its moves are counted; units hold a group for each dtype."""
     work = Task(in_two_dtypes, sequences, regression, None)
-    ranks = run_threads(2, train, work, case := Case("tp2 sp", clip=0.5, **SGD))
+    case = Case(plan, clip=0.5, units="blocks.*", **SGD)
+    ranks = run_threads(2, train, work, case)
     assert_parity(ranks, oracle(work, case, None), 1e-5)
     assert_counted(ranks)
     assert {p.tensor.dtype for p in ranks[0].weights} == {torch.float32, torch.float64}

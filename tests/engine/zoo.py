@@ -79,17 +79,6 @@ class ClassToken(nn.Module):
         return self.head(sequence[:, 0])
 
 
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
-        self.embed, self.head = nn.Linear(1, 8), nn.Linear(8, 1)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.encoder(self.embed(x.unsqueeze(-1)))).squeeze(-1)
-
-
 class Lists(nn.Module):
     """Parameters in lists and dicts, and one that is a number."""
 
@@ -105,19 +94,9 @@ class Lists(nn.Module):
         return x * self.scale
 
 
-class Mixed(nn.Module):
-    """fp64 and fp32 parameters in one module, and a trained table looked up sparsely."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Parameter(torch.zeros(6, 6, dtype=torch.float64))
-        self.narrow = nn.Parameter(torch.zeros(6, dtype=torch.float32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.wide + torch.sin(x.float() * self.narrow).double()
-
-
 class Sparse(nn.Module):
+    """A trained table that is looked up sparsely."""
+
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(5, 6, sparse=True)
@@ -306,7 +285,6 @@ ZOO = {
     "twice": Twice,
     "same block three times": lambda: Stack(*[Block()] * 3),
     "class token": ClassToken,
-    "encoder": Encoder,
     "lists": Lists,
     "weight norm": lambda: Stack(
         parametrizations.weight_norm(nn.Linear(6, 6)),
