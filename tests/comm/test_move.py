@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -106,8 +107,9 @@ def test_what_does_not_move():
     """No move counts a value twice; flat tensors have one dim; on one rank every move is free."""
     axis, world, x = traced(0, 2).everyone, alone(), torch.randn(4, 6)
     for pair in ((R, P), (I, P), (R, I)):
-        with pytest.raises(ValueError, match="no move"):
-            move(torch.zeros(4), axis, *pair)
+        for ask in (partial(move, torch.zeros(4), axis), lambda *of: price(*of, 4, 1)):
+            with pytest.raises(ValueError, match="no move"):
+                ask(*pair)
     with pytest.raises(ValueError, match="use move"):
         start(torch.zeros(4), axis, S(0), S(1), torch.zeros(4))
     assert axis.ledger.lines == {}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardwise.core.errors import InputError, Problem, bad, refusal
 from shardwise.core.layouts.flatten import ALIGN_BYTES, Box1, boxes, flatten
-from shardwise.core.layouts.layout import I, P, Placement, R, S, price
+from shardwise.core.layouts.layout import P, R, S, price
 from shardwise.core.layouts.uneven import Lengths, balanced
 from shardwise.core.mesh import AXES, Mesh
 from shardwise.core.plan.plan import Plan
@@ -21,59 +21,6 @@ from shardwise.core.tools.arguments import beside
 from shardwise.core.zero import ALIASES, ROWS, Moment, Row, bytes_per_parameter
 
 # --- placements and moves -------------------------------------------------------------------------
-
-
-ALL = (R, I, P, S(0), S(1))
-
-
-def is_move(src: Placement, dst: Placement) -> bool:
-    try:
-        price(src, dst, 1, 2)
-    except ValueError:
-        return False
-    return True
-
-
-MOVES = [pair for pair in itertools.product(ALL, ALL) if is_move(*pair)]
-
-
-@pytest.mark.parametrize(
-    ("placement", "dual"), [(R, P), (I, I), (S(0), S(0)), (S(2), S(2)), (P, R)], ids=str
-)
-def test_dual(placement: Placement, dual: Placement):
-    """The gradient arrives where the table of placements says; it is what its text says."""
-    assert placement.dual == dual and dual.dual == placement
-    assert Placement.parse(str(placement)) == placement
-
-
-def test_which_moves_exist():
-    """Every pair but those that would change the value or hide a difference; on one rank too."""
-    missing = {(src, dst) for src in ALL for dst in ALL} - set(MOVES)
-    assert missing == {(R, I), (R, P), (I, P)}
-    with pytest.raises(ValueError, match="there is no move from R to P"):
-        price(R, P, 4, 1)
-
-
-@pytest.mark.parametrize(
-    ("src", "dst", "what", "adjoint"),
-    [
-        (P, R, "all_reduce", "all_reduce"),
-        (P, I, "all_reduce", "keep"),
-        (I, R, "keep", "all_reduce"),
-        (S(0), R, "all_gather", "reduce_scatter"),
-        (P, S(0), "reduce_scatter", "all_gather"),
-        (S(0), I, "all_gather", "take_block"),
-        (R, S(0), "take_block", "pad_block"),
-        (S(0), S(1), "all_to_all", "all_to_all"),
-        (S(1), S(1), "keep", "keep"),
-    ],
-    ids=str,
-)
-def test_what_is_done(src: Placement, dst: Placement, what: str, adjoint: str):
-    """Each pair of placements is the collective that the field knows, forward and backward."""
-    move = price(src, dst, 24, 4)
-    assert move.what == what
-    assert price(*move.adjoint, 24, 4).what == adjoint
 
 
 @given(st.integers(2, 64), st.integers(0, 10**9))

@@ -66,25 +66,6 @@ def test_canonical_text(text: str, canonical: str):
     assert str(Plan.parse(text)) == canonical
 
 
-@pytest.mark.parametrize(
-    ("text", "replicate", "shard", "size"),
-    [
-        ("dp4", "dp", None, 4),
-        ("dp4 tp2 zero1", None, "dp", 4),
-        ("zero3", None, "dp", 1),
-        ("dp_shard4 zero2", None, "dp_shard", 4),
-        ("dp_replicate2 dp_shard4 zero3", "dp_replicate", "dp_shard", 8),
-    ],
-)
-def test_data_axes(text: str, replicate: str | None, shard: str | None, size: int):
-    """Every row names the axis that repeats states and the axis that shards them."""
-    plan = Plan.parse(text)
-    assert (plan.replicate_axis, plan.shard_axis) == (replicate, shard)
-    assert plan.data_axes == tuple(axis for axis in (replicate, shard) if axis is not None)
-    assert plan.data_size == size
-    assert plan.size == plan.mesh.size
-
-
 @pytest.mark.parametrize("word", WORDS, ids=lambda word: word.form)
 def test_every_word_of_the_table_is_read(word: Any):
     """The example of each word is a plan, and the word stands in the printed table."""
@@ -149,24 +130,6 @@ def test_a_mistake_made_often_is_said_once(words: str):
     with pytest.raises(InputError, match="Given: ") as caught:
         Plan.parse(words * 5000)
     assert str(caught.value).count(words.strip()) < 5 and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"row": "zero4"},
-        {"bucket_bytes": -4},
-        {"schedule": "gpipe"},
-        {"offload": "a b"},
-        {"axes": (("xx", 2),)},
-        {"axes": (("dp", 2), ("dp", 4))},
-    ],
-    ids=str,
-)
-def test_values_obey_the_words(values: dict[str, Any]):
-    """A plan made from values is held to what words can say."""
-    with pytest.raises(InputError, match="Write instead: "):
-        Plan(**values)
 
 
 PIECES = st.lists(st.sampled_from([w.example for w in WORDS] + ["dp", ":", " ", "x", "0", "8x"]))
@@ -239,22 +202,6 @@ def test_names_and_axes_of_plans_of_layers():
     assert [plan.size_of(axis) for axis in ("dp", "tp.1", "dp.2", "tp.2")] == [4, 4, 2, 2]
     here = plan.coordinate(3)
     assert [here[axis] for axis in ("dp", "tp.1", "dp.2", "tp.2")] == [3, 3, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("dp4 | embed", "names of layers, a colon, a space and plan words"),
-        ("dp4 | embed: pp2 zero3", "'pp2' in the plan of the layers embed"),
-        ("dp4 | embed: zeroo3", "zero3 for 'zeroo3'"),
-        ("dp4 | blocks.3-1: tp2", "blocks.1-2"),
-    ],
-)
-def test_wrong_text_of_layers(text: str, said: str):
-    """The error names the part of the text and what a layer may say."""
-    with pytest.raises(InputError) as error:
-        Plan.parse(text)
-    assert said in str(error.value)
 
 
 # --- which plans can run --------------------------------------------------------------------------

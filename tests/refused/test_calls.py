@@ -77,6 +77,13 @@ CALLS: dict[str, list[tuple[Callable[[], Any], str]]] = {
         (lambda: Plan("dp2"), r'Write instead: Plan\.parse\("dp2"\)'),  # type: ignore[arg-type]
         (partial(Plan.parse, "dp4,TP2 zero3"), "Write instead: dp4 tp2 for 'dp4,TP2'"),
         *(
+            (partial(Plan, **{name: value}), "Write instead: ")
+            for name, value in (
+                *(("row", "zero4"), ("bucket_bytes", -4), ("schedule", "gpipe")),
+                *(("offload", "a b"), ("axes", (("xx", 2),)), ("axes", (("dp", 2), ("dp", 4)))),
+            )
+        ),
+        *(
             (partial(Plan.parse, f"dp2 zero3 {word}"), "tile:4")
             for word in ("tile", "tile:", "tile:x", "tile:0", "tile:1", "tile:2.5", "tile:2=")
         ),
@@ -374,6 +381,10 @@ UNTIED = {
         ("dp2 | blocks.0.mlp: tp2 | blocks.0: zero1", "is inside of the other"),
         ("dp2 recompute:full | blocks.0.mlp: tp2", "contains the layer blocks.0.mlp"),
         ("dp4 | blocks.0: tp4", "heads"),
+        ("dp4 | embed", "names of layers, a colon, a space and plan words"),
+        ("dp4 | embed: pp2 zero3", "'pp2' in the plan of the layers embed"),
+        ("dp4 | embed: zeroo3", "zero3 for 'zeroo3'"),
+        ("dp4 | blocks.3-1: tp2", "blocks.1-2"),
     ],
 }
 #: The same of the model whose head is the embedding.
