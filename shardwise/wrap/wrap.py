@@ -34,7 +34,6 @@ from shardwise.engine.default_fill import default_fill
 from shardwise.engine.optimizer.norm import power_sum
 from shardwise.engine.precision import DTYPES, HALF, cast_inputs, param_dtypes
 from shardwise.engine.rank_zero_weights import RankZeroWeights, missing_weights
-from shardwise.engine.state.state import keep_keys
 from shardwise.techniques.data.apply import (
     Sharding,
     by_row,
@@ -50,6 +49,7 @@ from shardwise.techniques.data.apply import (
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Pace
 from shardwise.wrap import plain_optimizer
+from shardwise.wrap.state_dict import keep_keys
 from shardwise.wrap.unwrap import no_wrapper, wrapper_of
 from shardwise.wrap.wrap_policy import Rule
 

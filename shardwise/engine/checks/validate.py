@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +21,13 @@ from torch.nn.parameter import is_lazy
 from shardwise.comm.world import World, leased
 from shardwise.core.errors import InputError, NonFiniteError, bad, one_line
 from shardwise.core.mesh import TENSOR
-from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.arguments import MOST_COUNT, is_count, is_number, short_repr
 from shardwise.core.tools.hook import in_backward
 from shardwise.core.tools.structure import uncompiled
 from shardwise.engine.precision import HALF
+
+if TYPE_CHECKING:
+    from shardwise.core.plan.plan import Plan
 
 LOSS = "loss=lambda model, batch: mse_loss(model(batch[0]), batch[1])"
 
@@ -330,7 +332,7 @@ _DTYPES = re.compile(r"same dtype|[Ff]ound dtype|expected scalar type|query's dt
 
 
 @contextmanager
-def sharded(plan: Plan, alone: Callable[[], object]) -> Iterator[None]:
+def sharded(plan: "Plan", alone: Callable[[], object]) -> Iterator[None]:
     """Refuse a sharded model with an error of shapes if the plain one runs, `alone`."""
     try:
         yield
@@ -394,7 +396,7 @@ def dtypes(dtype: torch.dtype | None) -> Iterator[None]:
 # operations of a forward pass, which a compiled graph no longer has.
 
 
-def followed(plan: Plan) -> bool:
+def followed(plan: "Plan") -> bool:
     return plan.pipeline is not None or plan.mesh.size_of("tp") > 1 or plan.cp > 1
 
 
@@ -420,7 +422,7 @@ def without_compiler(model: nn.Module, where: str, rank: int = 0) -> nn.Module:
     return inner
 
 
-def as_followed(plan: Plan, model: nn.Module, loss: Any, rank: int) -> tuple[nn.Module, Any]:
+def as_followed(plan: "Plan", model: nn.Module, loss: Any, rank: int) -> tuple[nn.Module, Any]:
     """The model and the loss, without torch.compile where the plan follows operations."""
     if not followed(plan):
         return model, loss

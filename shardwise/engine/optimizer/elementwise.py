@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from shardwise.core.errors import bad
 from shardwise.core.layouts.param_layout import Layout
 from shardwise.core.mesh import EXPERTS, PIPELINE, TENSOR
-from shardwise.core.plan.plan import Plan
 
 if TYPE_CHECKING:
+    from shardwise.core.plan.plan import Plan
     from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 
 
@@ -45,7 +45,7 @@ def is_listed(kind: type) -> bool:
     return ours or (kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE)
 
 
-def require_possible(spec: "OptimizerSpec", model: nn.Module, plan: Plan) -> None:
+def require_possible(spec: "OptimizerSpec", model: nn.Module, plan: "Plan") -> None:
     """Raise InputError for an optimizer that the model's parameters or the plan rule out."""
     spec.require_fits(model)
     unlisted = [group for _, group, _ in spec.members if not group.by_unit]
