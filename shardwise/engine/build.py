@@ -26,7 +26,6 @@ from shardwise.core.tools.hook import Hook, nothing
 from shardwise.engine.batch import data_axes
 from shardwise.engine.checks.reads import guard_shards
 from shardwise.engine.optimizer.elementwise import require_whole
-from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.options import Build
 from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.techniques.context import apply as context
@@ -88,7 +87,6 @@ class ShardedModel:
 def lay_out(
     model: nn.Module,
     build: Build,
-    optimizer: OptimizerSpec,
     weights: RankZeroWeights,
     disk: Disk | None = None,
 ) -> ShardedModel:
@@ -96,7 +94,7 @@ def lay_out(
     Raises InputError if the optimizer needs a whole parameter that an axis cuts.
     """
     world, plan = build.world, build.plan
-    tiling = tile(model, plan, build.units)
+    tiling = tile(model, plan, build.options.units)
     how = _sharding(model, build, weights, disk, tiling)
     schedule = stage_module.schedule_of(plan)
     at = stage_module.stages_of(model, build.starts, build.calls) if schedule else {}
@@ -109,13 +107,13 @@ def lay_out(
     facts = facts_of(model, names, plan, build.table, build.layers, at, tiling.params)
     found = layouts(chain.from_iterable(names.values()), facts, plan)
     trained = [pair for spec in specs for pair in spec.params if pair[1].requires_grad]
-    require_whole(optimizer, [(name, p.dim(), found[name]) for name, p in trained])
+    require_whole(build.options.spec, [(name, p.dim(), found[name]) for name, p in trained])
     twins = None
     if schedule is not None:
         twins = stage_module.twin(model, world, plan, build.table)
         stage_module.agree(model, world.axis(PIPELINE), world.device)
     applied = [each for apply in APPLY if (each := apply(model, build)) is not None]
-    pace, staged = Pace(ahead=build.prefetch, by_hand=False), None
+    pace, staged = Pace(ahead=build.options.prefetch, by_hand=False), None
     if schedule is not None and twins is not None:
         staged = stage_module.lay_out(model, twins, world, schedule, build.starts, build.calls)
         for each in applied:
@@ -173,20 +171,20 @@ def _sharding(
         row=plan.states,
         shard=shard,
         replicate=replicate,
-        units=build.units,
+        units=build.options.units,
         bucket_bytes=plan.bucket_bytes,
         fill=build.fill,
         device=world.storage,
         numbers=world.device,
-        broadcast_buffers=build.broadcast_buffers,
-        least_unit_bytes=build.least_unit_bytes,
+        broadcast_buffers=build.options.broadcast_buffers,
+        least_unit_bytes=build.options.least_unit_bytes,
         tiers=world.tiers,
         late=offload is not None and offload.undelayed is not None,
         arena=world.arenas.gradients,
         disk=disk,
         tiling=tiling,
         gathers=plan.gathers,
-        alone=tuple(build.layers.alone(model, build.units)),
+        alone=tuple(build.layers.alone(model, build.options.units)),
         weights=weights,
         number=world.number,
     )

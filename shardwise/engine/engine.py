@@ -34,7 +34,7 @@ from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.norm import LossScale, LossWeights, Spikes, counted
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer.optimizer_state import Catalogue
-from shardwise.engine.options import Build, Training
+from shardwise.engine.options import Build
 from shardwise.engine.precision import DTYPES
 from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.engine.state import state
@@ -49,43 +49,44 @@ from shardwise.techniques.pipeline.passes import EngineUnits, Passes
 class Engine:
     """A model sharded by a plan, and its training step.  Made by `parallelize`."""
 
-    def __init__(self, model: nn.Module, build: Build, training: Training) -> None:
-        self.model, self.plan, self.world, self.training = model, build.plan, build.world, training
+    def __init__(self, model: nn.Module, build: Build) -> None:
+        options = self.options = build.options
+        self.model, self.plan, self.world, self.loss = model, build.plan, build.world, build.loss
         self.ledger: Ledger = build.world.ledger
         self.dtype, self.recompute = DTYPES[build.plan.precision], build.recompute
         self.names = [
             plain_key(name) for name, _ in model.named_parameters()
         ]  # those of all stages
-        self.disk = open_disk(self.plan, training, self.world, model)
+        self.disk = open_disk(self.plan, options, self.world, model)
         by_unit = self.plan.states.moves().fetch is not None  # the model may not fit
         weights = RankZeroWeights.take(model, build.missing, self.world, self.dtype)
         cast_whole(model, self.dtype, self.world.device, build.fill, by_unit=by_unit)
-        pool = pool_bytes(self.plan, sum(p.nbytes for p in model.parameters()), build.kernels)
+        pool = pool_bytes(self.plan, sum(p.nbytes for p in model.parameters()), options.kernels)
         self.world.pool.reserve(pool, self.world.device)
         with self.ledger.phase("start"):
-            sharded = self.sharded = lay_out(model, build, training.optimizer, weights, self.disk)
+            sharded = self.sharded = lay_out(model, build, weights, self.disk)
             weights.deliver()
         state.accept_whole(model, sharded.data, sharded.flats)
         self.data, self.flats = sharded.data, sharded.flats
         self.axes, self.staging = sharded.axes, sharded.staging
         self.consensus = self.data.consensus
-        self.rows = build.rows
+        self.rows = options.rows
         self.stages, same = self.world.axis(PIPELINE), self.consensus.same
-        same.every, same.others = training.check_every.ranks, [sharded.tensor, self.stages]
+        same.every, same.others = options.checks.ranks, [sharded.tensor, self.stages]
         same.batches = [*chain.from_iterable(each.same_batch() for each in sharded.applied)]
-        functions = {"loss": training.loss, "tokens": training.tokens, "rows": build.rows}
+        functions = {"loss": self.loss, "tokens": options.tokens, "rows": options.rows}
         same.doubts.functions |= functions
         self.consistency = ConsistencyCheck(same, sharded.tensor)
         self.scale = LossScale(on=self.plan.precision == "fp16")
         self.guard = self._guard()
         with self.ledger.phase("start"):
             how = self.data.units, self.world.tiers, self.disk
-            self.optimizer = ShardedOptimizer(training.optimizer, *how)
+            self.optimizer = ShardedOptimizer(options.spec, *how)
         self.optimizer.compare_on(self.consensus.same)
         if self.guard.by_norm:
             self.data.leave_device = self.optimizer.see
         units = EngineUnits(self.data, sharded.applied, self.staging)
-        every = training.check_every.rerun
+        every = options.checks.rerun
         self.passes = Passes(model, units, self._objective, every, self.optimizer, self.guard)
         self.steps = self.steps_run = 0  # of the run, and of this engine
         self.coming: state.Loading | None = None  # a checkpoint that is being loaded
@@ -96,9 +97,9 @@ class Engine:
         self.world.tiers.bound_device(self.plan.device_memory_bytes)
 
     def _guard(self) -> Guard:
-        how, _, most = self.training.on_nonfinite.partition(":")
+        how, _, most = self.options.on_nonfinite.partition(":")
         self.spikes = Spikes(float(most) if most else None)
-        by_norm = self.training.clip is not None or self.scale.on or bool(most)
+        by_norm = self.options.clip is not None or self.scale.on or bool(most)
         skip = how == "skip"
         for each in self.sharded.applied:
             each.skips = skip or self.scale.on
@@ -112,7 +113,7 @@ class Engine:
             part = each.enter(part, model, own)
         self.data.computes_loss = self.data.in_loss = True
         try:  # a stage ends in the middle of it
-            return self.training.loss(model, shares.widened(own, self.dtype, model))
+            return self.loss(model, shares.widened(own, self.dtype, model))
         finally:
             self.data.in_loss = False
 
@@ -188,7 +189,7 @@ class Engine:
         self.data.in_step = False
         self.last = self.ledger.since(before, apart)
         sent_bytes, lr = rank_bytes(self.last), self.optimizer.options.lr
-        return Metrics(result, lr, sent_bytes, clips=self.training.clip is not None)
+        return Metrics(result, lr, sent_bytes, clips=self.options.clip is not None)
 
     def _loss_weights(self, counts: Sequence[float]) -> LossWeights:
         scale = self.scale.of_each(self.data_ranks * len(counts))
@@ -205,7 +206,7 @@ class Engine:
 
     def _weight(self, count: float, part: Any) -> float:
         for each in self.sharded.applied:
-            count = each.weight(count, part, self.training.tokens)
+            count = each.weight(count, part, self.options.tokens)
         return count
 
     def _microbatches(self, batch: Any, given: Any) -> tuple[list[Any], list[float]]:
@@ -216,7 +217,7 @@ class Engine:
         how = self.microbatches, self.plan.cut, self.rows
         try:
             parts = shares.split(batch, *how)
-            on_host = self.training.tokens is not None and self.world.device.type == "cuda"
+            on_host = self.options.tokens is not None and self.world.device.type == "cuda"
             counts = [self._count(x) for x in (shares.split(given, *how) if on_host else parts)]
         except InputError as error:
             self._compare_shares(batch, 0, error)
@@ -225,7 +226,7 @@ class Engine:
         return parts, counts
 
     def _count(self, part: Any) -> float:
-        tokens = self.training.tokens
+        tokens = self.options.tokens
         return shares.rows(part, self.rows) if tokens is None else tokens(part)
 
     def _compare_shares(self, batch: Any, mine: float, refused: InputError | None = None) -> None:
@@ -406,7 +407,7 @@ class Engine:
             "loss_scale": self.scale.value,
             "since": self.scale.good,
             "norms": self.spikes.known.tolist(),
-            "optimizer": self.training.optimizer.kind.__name__,
+            "optimizer": self.options.spec.kind.__name__,
             "groups": self.optimizer.options.changed(),
         } | state.values(self.model, self.sharded, self.optimizer, self.world)
 

@@ -16,7 +16,6 @@ from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.arguments import (
     CHECK_EVERY,
     MOST_SEED,
-    USUAL,
     CheckEvery,
     choice,
     flag,
@@ -39,22 +38,11 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass(frozen=True)
-class Training:
-    """How an engine trains: see `EngineOptions`."""
-
-    optimizer: OptimizerSpec
-    loss: Loss
-    tokens: Tokens | None = None
-    clip: float | None = None
-    on_nonfinite: str = "raise"
-    check_every: CheckEvery = USUAL
-    offload_folder: str | None = None
-
-
-@dataclass(frozen=True)
 class Build:
-    """How an engine shards its model: options of `EngineOptions`, and what follows from them.
+    """How an engine shards and trains its model: its options, and what follows from them.
 
+    options           with checked functions `tokens` and `rows`, and without `fill`, which may hold
+                      the weights
     starts            the names of the modules that begin the stages after the first
     calls             the places of the calls of modules, under a pipeline (call_order.py)
     recompute         modules that are recomputed, and how (recomputation.py)
@@ -63,19 +51,15 @@ class Build:
 
     plan: Plan
     world: World
-    units: Rule
+    options: "EngineOptions"
+    loss: Loss
     fill: Fill
-    prefetch: int
     table: Table | None
     starts: tuple[str, ...] = ()
     calls: Mapping[str, tuple[int, ...]] | None = None
-    least_unit_bytes: int | None = None
     recompute: Recomputation = field(default_factory=lambda: Recomputation({}))
     layers: LayerPlans = field(default_factory=LayerPlans)
-    rows: Count | None = None
     missing: tuple[str, ...] = ()
-    broadcast_buffers: bool = True
-    kernels: str = "cpu"
 
 
 __all__ = ["EngineOptions", "own_loss"]

@@ -24,7 +24,7 @@ from shardwise.engine.default_fill import default_fill
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer.elementwise import require_possible
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
-from shardwise.engine.options import Build, EngineOptions, Loss, Training
+from shardwise.engine.options import Build, EngineOptions, Loss
 from shardwise.engine.rank_zero_weights import missing_weights
 from shardwise.observe import meta_pass
 from shardwise.observe.work import kernels_of
@@ -125,15 +125,6 @@ def build_engine(
     rerun.require(plan, options.checks)
     if world.rank == 0 and not world.dry:
         _print_defaults(options, model)
-    how = Training(
-        spec,
-        objective,
-        tokens=tokens,
-        clip=clip,
-        on_nonfinite=options.on_nonfinite,
-        check_every=options.checks,
-        offload_folder=options.offload_folder,
-    )
     shared = {"the plan": str(plan), "the model": model}
     shared |= {"the table": table, "the optimizer": spec}
     consistency.require_same(world, shared | options.shared)
@@ -142,21 +133,17 @@ def build_engine(
     build = Build(
         plan,
         world.on(plan.mesh),
-        units=options.units,
-        fill=fill,
-        prefetch=options.prefetch,
-        table=table,
+        replace(options, optimizer=spec, tokens=tokens, rows=rows, clip=clip, fill=None),
+        objective,
+        fill,
+        table,
         starts=begin,
         calls=calls,
-        least_unit_bytes=options.least_unit_bytes,
         recompute=recomputed,
         layers=layers,
-        rows=rows,
         missing=missing,
-        broadcast_buffers=options.broadcast_buffers,
-        kernels=options.kernels,
     )
-    return first_step.engine_of(model, build, how)
+    return first_step.engine_of(model, build)
 
 
 def _print_defaults(options: EngineOptions, model: nn.Module) -> None:

@@ -224,7 +224,7 @@ def factor_without_wait(
     # without dims: factors change no dtype
     correction = numbers.correction.squeeze() if alone is None else 1 / alone
     norm = numbers.squares.squeeze().sqrt() * correction if unread.by_norm else None
-    value = shrink(engine.training.clip, norm) * correction
+    value = shrink(engine.options.clip, norm) * correction
     return Factor(value, finite.logical_not().float())
 
 
@@ -237,7 +237,7 @@ def update_or_skip(
         _leave_out(engine, unread.step, summed, _norm_of(result))
         return
     if engine.passes.stale is None:  # else the schedule has updated each stage
-        factor = Factor(shrink(engine.training.clip, result.norm) * result.correction)
+        factor = Factor(shrink(engine.options.clip, result.norm) * result.correction)
         later = offload is not None and offload.delays(engine.steps)
         engine.optimizer.update(factor, None if unread.by_norm else arriving, later=later)
     engine.scale.update(overflow=False)
@@ -294,7 +294,7 @@ def report(engine: "Engine", summed: Tensor | None = None) -> None:
 def note_factor(engine: "Engine", unread: PendingResult | None) -> None:
     if unread is not None and not unread.read().skipped:
         result = unread.read()
-        engine.optimizer.factor = result.correction * shrink(engine.training.clip, result.norm)
+        engine.optimizer.factor = result.correction * shrink(engine.options.clip, result.norm)
 
 
 def _checked_result(engine: "Engine", unread: PendingResult) -> StepResult:

@@ -362,12 +362,12 @@ def whole_of(oracle: Oracle | AsyncOracle) -> tuple[tuple[str, tuple[int, ...]],
 @contextmanager
 def bounded(engine: Engine, step: int) -> Iterator[float | None]:
     """The bound on the gradient's norm in a step; in one of every four it is above the norm."""
-    clip, training = engine.training.clip, engine.training
+    clip, options = engine.options.clip, engine.options
     if clip is not None and step % 4 == IDLE_STEP:
         clip *= LOOSE
-    engine.training = replace(training, clip=clip)
+    engine.options = replace(options, clip=clip)
     yield clip
-    engine.training = training
+    engine.options = options
 
 
 def drawn(step: int, act: Callable[[], Any]) -> Any:

@@ -84,7 +84,7 @@ def engine_of(world: World, model: nn.Module, plan: str = "tp2", **options: Any)
 
 
 def dry_run(engine: sw.Engine, model: nn.Module, **options: Any) -> DryTwin:
-    chosen: dict[str, Any] = {"loss": engine.training.loss} | options
+    chosen: dict[str, Any] = {"loss": engine.loss} | options
     return DryTwin(model, engine.plan, EngineOptions(**chosen), engine.world.rank)
 
 

@@ -168,7 +168,7 @@ def shapes_of(model: nn.Module) -> dict[str, ExpertLayer]:
 
 
 def applied(model: nn.Module, build: "Build") -> ExpertLayout:
-    return lay_out(model, build.world, build.plan, build.rows)
+    return lay_out(model, build.world, build.plan, build.options.rows)
 
 
 def lay_out(model: nn.Module, world: World, plan: Plan, count: Count | None = None) -> ExpertLayout:

@@ -182,7 +182,8 @@ def applied(model: nn.Module, build: "Build") -> "Regions | None":
         own = world.beside(each.plan.mesh, f".{each.number}")
         tensors = tensor_parallel.lay_out(model, own, False, each.table, layers=each.modules)
         regions.append(Region(each, own, tensors))
-    return Regions(regions, exchange_of(world, build.plan, build.rows), build.recompute.kinds)
+    exchange = exchange_of(world, build.plan, build.options.rows)
+    return Regions(regions, exchange, build.recompute.kinds)
 
 
 @dataclass

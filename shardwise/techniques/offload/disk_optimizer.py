@@ -39,7 +39,7 @@ from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.optimizer.runs import FlatRun, Runs
-from shardwise.engine.options import Training
+from shardwise.engine.options import EngineOptions
 from shardwise.engine.precision import DTYPES
 from shardwise.techniques.data.flat.flat_parameter import Flat
 
@@ -213,9 +213,9 @@ class StatesOnDisk:
                 self.disk.release(buffer)
 
 
-def open_disk(plan: Plan, training: Training, world: World, model: nn.Module) -> Disk | None:
+def open_disk(plan: Plan, options: EngineOptions, world: World, model: nn.Module) -> Disk | None:
     """The file for states of `plan` that rest on a disk, and its buffers; None if none do."""
-    folder = "." if world.meta else training.offload_folder
+    folder = "." if world.meta else options.offload_folder
     moves = plan.states.moves()
     if moves.offload != "disk":
         return None
@@ -231,7 +231,7 @@ def open_disk(plan: Plan, training: Training, world: World, model: nn.Module) ->
         return_freed_memory()
     dtypes = [DTYPES[plan.precision] or p.dtype for p in model.parameters()]
     widest = max(_wide(dtype).itemsize for dtype in dtypes)
-    size_bytes = reserved_bytes(len(streamed_keys(training.optimizer)), widest, chunk)
+    size_bytes = reserved_bytes(len(streamed_keys(options.spec)), widest, chunk)
     disk.reserve(world.tiers.empty(size_bytes, torch.uint8), chunk * widest, world.tiers.settle)
     return disk
 

@@ -42,7 +42,7 @@ from shardwise.engine.checks.as_before import as_before
 from shardwise.engine.checks.consistency import TOLERANCE, TOLERANCE_16_BIT
 from shardwise.engine.default_fill import materialise
 from shardwise.engine.engine import Engine
-from shardwise.engine.options import Build, Training
+from shardwise.engine.options import Build
 from shardwise.engine.precision import HALF
 from shardwise.engine.state.full import full_state_dict
 from shardwise.observe.meta_pass import meta_copy
@@ -58,12 +58,12 @@ CLOSE: Final = 2e-5
 _FILL: Final = 0.1
 
 
-def engine_of(model: nn.Module, build: Build, training: Training) -> Engine:
+def engine_of(model: nn.Module, build: Build) -> Engine:
     """The engine of `model`, whose first step is compared if it has a tensor axis or `cp`."""
     if build.world.dry or (build.table is None and build.plan.cp == 1):
-        return Engine(model, build, training)
+        return Engine(model, build)
     twin = meta_copy(model)
-    engine = Engine(model, build, training)
+    engine = Engine(model, build)
     engine.consistency.before_first = partial(compare, engine, twin, build.table, build.fill)
     return engine
 
@@ -113,7 +113,7 @@ def _loss_of_all(engine: Engine, model: nn.Module, tensors: Tensors, share: Any)
     """The loss of a microbatch, of which ranks may compute some positions each."""
     if engine.plan.cp == 1:
         return _loss(engine, model, tensors, share)
-    applied, parts, tokens = engine.sharded.applied, [share], engine.training.tokens
+    applied, parts, tokens = engine.sharded.applied, [share], engine.options.tokens
     count: float = tokens(share) if tokens else 1.0
     for each in applied:
         parts = each.begin(share, parts, trains=False)
@@ -207,13 +207,13 @@ def _loss(engine: Engine, model: nn.Module, tensors: Tensors, share: Any) -> flo
 
 
 def _loss_of(engine: Engine, model: nn.Module, tensors: Tensors, share: Any) -> float:
-    unseen = as_before([engine.training.loss], engine.model, seed=0)
+    unseen = as_before([engine.loss], engine.model, seed=0)
     torch.manual_seed(0)
     with tensors.random.during(engine.world.device), unseen:
         tensors.begin(None, (), trains=True)
         try:
             with in_place_of(engine.model, model), kept_values(share):
-                return float(engine.training.loss(model, share).detach())
+                return float(engine.loss(model, share).detach())
         finally:
             tensors.end(trains=True)
 
