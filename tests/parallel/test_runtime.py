@@ -23,7 +23,7 @@ from shardwise.core.schedule.schedule import Schedule, Token
 from shardwise.engine.engine import Engine
 from shardwise.techniques.pipeline.runtime import AHEAD, run
 from shardwise.techniques.pipeline.stage_io import Spec
-from tests.core.schedule.schedules import allowed
+from tests.core.schedule.test_library import allowed
 from tests.engine.cases import Case, build, rows_task, settled, vectors
 from tests.engine.pipelines import stack
 from tests.engine.tensors import equals_one, mine

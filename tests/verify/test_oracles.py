@@ -1,23 +1,32 @@
-"""Parts of a proof: batches, the oracle of mixtures, pieces that cover tensors."""
+"""Parts of a proof: batches, the oracle of mixtures, pieces that cover tensors; and tables that say
+too little or are derived wrong: what is found, and what mends it.
+"""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
+import shardwise as sw
+from shardwise.comm.world import World
+from shardwise.core.errors import RankError
 from shardwise.core.plan.plan import Plan
 from shardwise.models import gpt, moe
 from shardwise.models.registry import find
-from shardwise.models.trainable import Trainable
+from shardwise.models.trainable import Loss, Trainable
 from shardwise.techniques.expert.apply import layers_of
 from shardwise.techniques.expert.gate import GATES
 from shardwise.techniques.expert.moe_layer import ExpertPlace, name_layers
+from shardwise.techniques.tensor import first_step
 from shardwise.verify.finding import BoxPlace
 from shardwise.verify.oracles.batches import Division, ragged, rows_of_step
 from shardwise.verify.oracles.mixture_oracle import Mixture
 from shardwise.verify.parity import with_early_delays
 from shardwise.verify.report import uncovered
+from tests.engine.cases import settled
+from tests.pool import run_gloo, run_threads
 from tests.verify import micro
 from tests.verify.test_command import shortly
 
@@ -137,3 +146,208 @@ def test_what_lacks_or_doubles_anything_is_named(plan: str, by_rank: list[list[R
     ]
     found = uncovered(Plan.parse(plan), {"model/w": (4, 3)}, shown)
     assert (found.startswith("model/w: ") and said in found) if said else found == ""
+
+
+class Block(nn.Module):
+    """A pair of layers; the one before them mixes positions where there is `before`."""
+
+    def __init__(self, *, mixes: bool) -> None:
+        super().__init__()
+        self.before, self.after, self.norm = nn.Identity(), nn.Identity(), nn.LayerNorm(6)
+        self.up, self.down, self.mixes = nn.Linear(6, 10), nn.Linear(10, 6), mixes
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        if self.mixes:
+            before = functional.pad(self.before(x), (0, 0, 1, 0))[:, :-1]
+            y = x + self.after(before)
+        self.hidden = functional.gelu(self.up(self.norm(y)))
+        return x + self.down(self.hidden)
+
+
+class Model(nn.Module):
+    """An embedding, a block, a norm and a head, with the entries of a table beside the usual."""
+
+    def __init__(self, table: dict[str, str], sequence: dict[str, str], *, mixes: bool) -> None:
+        super().__init__()
+        self.embed, self.block, self.seen = nn.Embedding(11, 6), Block(mixes=mixes), nn.Identity()
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 11)
+        styles = {"embed": "vocabulary", "block.up": "colwise", "block.down": "rowwise"}
+        known = {"embed": "vocabulary:sequence", "*norm": "sequence"}
+        self.tensor_table = sw.Table.of(styles | table, sequence=sequence | known)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.stream = self.block(self.embed(x))
+        return self.head(self.norm(self.stream))
+
+
+def each(model: nn.Module, x: Tensor) -> Tensor:
+    logits = model(x[:, :-1]).flatten(0, 1)
+    return functional.cross_entropy(logits, x[:, 1:].flatten())
+
+
+def last(model: nn.Module, x: Tensor) -> Tensor:
+    return functional.cross_entropy(model(x)[:, 8], x[:, 0])
+
+
+def stream(model: nn.Module, x: Tensor) -> Tensor:
+    """With a penalty on the stream, of which each rank has a part."""
+    lost = each(model, x)
+    assert isinstance(model, Model)
+    return lost + model.seen(model.stream).square().mean()
+
+
+def hidden(model: nn.Module, x: Tensor) -> Tensor:
+    """With a penalty on features of which each rank has a part."""
+    lost = each(model, x)
+    assert isinstance(model, Model)
+    return lost + model.block.hidden.square().mean()
+
+
+def batch(rows: int, seed: int) -> Tensor:
+    return torch.randint(11, (rows, 9), generator=torch.Generator().manual_seed(seed))
+
+
+CUT, WHOLE = {"head": "vocabulary"}, {"head": "whole"}
+AROUND = {"block.before": "sequence:join", "block.after": "split"}
+BOTH = {"block.up": "colwise_gather_output", "block.down": "rowwise_split_input"}
+DIFFERS = "a loss that differs between the ranks of the tp axis"
+SHAPES = "index 8 is out of bounds for dimension 1"
+Entries = tuple[dict[str, str], dict[str, str]]
+#: Losses, the error of ranks if there is one, the entries of tables without and with what mends it.
+MENDED: dict[str, tuple[Loss, str, Entries, Entries]] = {
+    "mixes positions": (each, "", (CUT, {}), (CUT, AROUND)),
+    "mean of the stream": (stream, DIFFERS, (CUT, {}), (CUT, {"seen": "sequence:join"})),
+    "mean of features": (hidden, DIFFERS, (CUT, {}), (CUT | BOTH, {})),
+    "last position": (
+        *(last, SHAPES, (WHOLE, {"head": "sequence"})),
+        (WHOLE, {"norm": "sequence:join", "head": "whole"}),
+    ),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("code", MENDED)
+def test_what_a_table_lacks_is_found_and_its_entries_mend_it(code: str):
+    """Ranks go on from wrong numbers, have a mean of their own part, or shapes that do not fit."""
+    loss, said, *tables = MENDED[code]
+
+    def holds(entries: Entries) -> bool:
+        make = lambda: settled(Model(*entries, mixes=loss is each))  # noqa: E731
+        return shortly("tp2 sp fp64", Trainable(code, make, loss, batch)).holds
+
+    if said:
+        with pytest.raises(RankError) as error:
+            holds(tables[0])
+        assert said in error.value.text
+    else:
+        assert not holds(tables[0])
+    assert holds(tables[1])
+
+
+WIDTH, HIDDEN = 6, 8
+
+
+class Pair(nn.Module):
+    """Two layers; `length`: the code divides by the number of features between them."""
+
+    def __init__(self, length: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.drop, self.length = nn.Dropout(0.5), length
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x).relu()
+        return self.drop(self.down(h / h.shape[-1] if self.length else h))
+
+
+def loss(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - x).square().mean()
+
+
+X = torch.arange(4.0 * WIDTH).view(4, WIDTH).sin()
+
+
+def engine_of(
+    world: World, plan: str, length: bool, derived: bool = True, device: str = "cpu"
+) -> sw.Engine:
+    """An engine with a derived table; `derived` False: taken as the user's own."""
+    with torch.device(device):
+        model = Pair(length)
+    table = sw.derive_table(model, X, 2, loss).table
+    assert table.derived
+    table = replace(table, derived=derived)
+    engine = sw.parallelize(model, plan, world, optimizer=sw.SGD(lr=0.1), loss=loss, table=table)
+    engine.model.eval()  # threads share the generator that dropout draws from
+    return engine
+
+
+def trained(*of) -> list[float]:
+    """The losses of two steps."""
+    engine = engine_of(*of)
+    return [engine.step(X).loss for _ in range(2)]
+
+
+@pytest.mark.parametrize("derived", [True, False])
+@pytest.mark.parametrize("plan", ["tp2", "tp2 dp2 zero3 accumulate:2", "tp2 pp2 1f1b:2"])
+def test_a_length_of_sharded_features_is_found(plan: str, derived: bool):
+    """`h / h.shape[-1]` divides by a rank's features: no update is made, and the error says why."""
+    ranks = 4 if plan != "tp2" else 2
+    said = f"a {'derived table' if derived else 'table of styles'} under"
+    with pytest.raises(RankError, match=said) as error:
+        run_threads(ranks, trained, plan, True, derived)
+    assert "in the first step" in error.value.text
+
+
+def stays_sharded(world: World) -> None:
+    """A step of a whole layer after a colwise."""
+    table = {"up": "colwise"}
+    sw.parallelize(Pair(False), "tp2", world, loss=loss, table=table).step(X)
+
+
+def test_a_result_that_stays_sharded_is_refused():
+    """Shapes that do not fit, and what the table may lack."""
+    said = "(?s)shapes cannot be multiplied.*a colwise without the rowwise that takes its result"
+    with pytest.raises(RankError, match=said):
+        run_threads(2, stays_sharded)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("plan", ["tp2", "tp2 dp2 zero3 bf16", "tp2 pp2 1f1b:2"])
+def test_a_table_that_is_right_trains_on(plan: str, device: str):
+    """In every precision and composition, with weights made on the meta device, and dropout."""
+    run = run_threads if device == "cpu" else run_gloo  # threads share the generator of weights
+    losses = run(2 if plan == "tp2" else 4, trained, plan, False, True, device)
+    assert all(own == losses[0] for own in losses)
+    alone = run_threads(1, trained, "bf16" if "bf16" in plan else "dp1", False, True, device)
+    if device == "meta":
+        assert losses[0] == pytest.approx(alone[0], rel=2e-2 if "bf16" in plan else 1e-5)
+
+
+def test_too_little_memory_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Two ranks of a host with too little for both compare nothing, and one line says so."""
+    monkeypatch.setattr(first_step, "free_bytes", lambda _: (7, 2 * 880 - 1))
+    run_threads(2, trained, "tp2", True)
+    said = capsys.readouterr().err
+    assert said.count("is not compared") == 1
+    assert "needs 880 bytes" in said  # 2 copies of 2 x 6 x 8 + 6 + 8 numbers
+
+
+def test_the_comparison_costs_nothing_in_later_steps():
+    """Its bytes are those of the first step, and its copies are gone after it."""
+
+    def steps(world: World) -> tuple[list[int], bool]:
+        engine, sent = engine_of(world, "tp2", False), list[int]()
+        for _ in range(3):
+            engine.step(X)
+            compared = (t.sent_bytes for k, t in engine.sent().items() if k.phase == "compare")
+            sent.append(sum(compared) - sum(sent))
+            assert not any(k.phase == "compare" for k in engine.last)
+        return sent, engine.consistency.before_first is None
+
+    for sent, done in run_threads(2, steps):
+        assert done
+        assert sent[0] > 0
+        assert sent[1:] == [0, 0]

@@ -3,6 +3,7 @@ lowering makes of them, and the drawings.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from itertools import permutations, product
 
 import pytest
@@ -11,11 +12,86 @@ from shardwise.core.errors import InputError
 from shardwise.core.schedule.builders import pipedream, two_buffered
 from shardwise.core.schedule.clock import ActionCosts, clock, simulate
 from shardwise.core.schedule.draw import as_text, figure
-from shardwise.core.schedule.library import LIBRARY, build, size
+from shardwise.core.schedule.library import LIBRARY, Size, build, size
 from shardwise.core.schedule.lower import lower, peaks, versions
-from shardwise.core.schedule.schedule import Schedule, Token, Transfer
+from shardwise.core.schedule.schedule import (
+    COMPUTE_OPS,
+    Action,
+    Schedule,
+    Token,
+    Transfer,
+    makes,
+    takes,
+)
 from shardwise.techniques.pipeline.runtime import acks
-from tests.core.schedule.schedules import MOST, allowed, check, read, sizes, write
+
+MOST = 8
+
+
+def write(schedule: Schedule) -> list[str]:
+    return [f"rank {r}  {' '.join(map(str, row))}" for r, row in enumerate(schedule.rows)]
+
+
+def read(*rows: str, update: int = 0, lag: tuple[int, ...] = ()) -> Schedule:
+    """A schedule with one stage a rank: F0 in a row is the forward of microbatch 0."""
+    words = [
+        [(word[0], rank, int(word[1:])) for word in row.split()] for rank, row in enumerate(rows)
+    ]
+    actions: Any = tuple(tuple(Action(*word) for word in row) for row in words)  # type: ignore[arg-type]
+    last = max(microbatch for row in words for *_, microbatch in row)
+    return Schedule(actions, tuple(range(len(rows))), last + 1, update, lag)
+
+
+def check(schedule: Schedule) -> None:
+    """Every action once, on the owner of its stage; no deadlock (InputError), nothing left over."""
+    stages, every = range(len(schedule.home)), schedule.update
+    for rank in range(schedule.ranks):
+        assert all(schedule.home[action.stage] == rank for action in schedule.actions(rank))
+    count = Counter(action for rank in range(schedule.ranks) for action in schedule.actions(rank))
+    for stage in stages:
+        for i in range(schedule.microbatches):
+            times = [count[Action(op, stage, i)] for op in COMPUTE_OPS]
+            assert times in ([1, 1, 0, 0], [1, 0, 1, 1]), (stage, i)
+    ends = range(every - 1, schedule.microbatches, every) if every else ()
+    updates = Counter(Action("U", stage, i) for stage in stages for i in ends)
+    assert Counter({a: n for a, n in count.items() if a.op == "U"}) == updates
+    assert sum(1 for _ in simulate(lower(schedule))) == sum(map(len, lower(schedule).rows))
+    assert not any(leftovers(schedule))
+
+
+def leftovers(schedule: Schedule) -> tuple[set[Token], ...]:
+    """The tokens on each rank after its last step, except weights."""
+    whole = lower(schedule)
+    found: list[set[Token]] = []
+    for row in whole.rows:
+        alive: set[Token] = set()
+        for step in row:
+            alive.difference_update(takes(step, whole))
+            alive.update(makes(step, whole))
+        found.append({token for token in alive if token.kind != "weights"})
+    return tuple(found)
+
+
+def allowed(name: str, p: int, m: int) -> bool:
+    """Whether the paper of the schedule lets m microbatches go over p ranks."""
+    return {
+        "naive": m == 1,
+        "2bw": m >= p,
+        "interleaved": m % p == 0,
+        "dualpipe-v": m >= 2 * p,
+    }.get(name, True)
+
+
+def sizes(name: str) -> Iterator[Size]:
+    """Every size up to 8 ranks and 8 microbatches (DualPipe-V: 2p+2, as it needs at least 2p)."""
+    chunks = LIBRARY[name].chunks
+    for p in range(1, MOST + 1):
+        for m in range(1, 2 * p + 3 if name == "dualpipe-v" else MOST + 1):
+            if allowed(name, p, m):
+                yield from (
+                    size(name, p, m, v) for v in ([1, 2, 3] if chunks is None else [chunks])
+                )
+
 
 SQUARE = list(product(range(1, MOST + 1), repeat=2))
 #: The papers' bubbles of p ranks, m microbatches and v chunks.
@@ -146,18 +222,18 @@ def test_a_name_and_numbers_that_cannot_be_are_answered(word: str, phrase: str):
     assert phrase in str(refused.value)
 
 
-ONE = "rank 0 F0 B0\nrank 1 F0 B0"
+ONE = read("F0 B0", "F0 B0")
 
 
 def test_costs_by_stage_and_hop_add_up():
     """F 1 and 2, B 3 and 5, and two hops: 1 + .5 + 2 + 5 + .5 + 3; without times no bubble."""
-    timeline = clock(read(ONE), ActionCosts(F=(1.0, 2.0), B=(3.0, 5.0), hop=0.5))
+    timeline = clock(ONE, ActionCosts(F=(1.0, 2.0), B=(3.0, 5.0), hop=0.5))
     assert timeline.makespan == 12
     assert timeline.idle == (8, 5)
     assert timeline.bubble == 13 / 24
     starts = [[span.start for span in row if span.end > span.start] for row in timeline.spans]
     assert starts == [[0, 9], [1.5, 3.5]]
-    nothing = clock(read(ONE), ActionCosts(0, 0, 0))
+    nothing = clock(ONE, ActionCosts(0, 0, 0))
     assert (nothing.makespan, nothing.bubble, nothing.idle) == (0, 0, (0, 0))
 
 
@@ -165,8 +241,8 @@ def test_what_actions_cost():
     """B is I and W if not given; REDUCE lengthens a row; a hop only who waits for it."""
     costs = ActionCosts(I=(1.0, 2.0), W=4.0)
     assert (costs.of("B", 0), costs.of("B", 1)) == (5, 6)
-    assert clock(read("rank 0 F0 B0"), ActionCosts(REDUCE=0.5)).makespan == 3.5
-    timeline = clock(read("rank 0 F0 F1 B0 B1\nrank 1 F0 B0 F1 B1"), ActionCosts(hop=1.0))
+    assert clock(read("F0 B0"), ActionCosts(REDUCE=0.5)).makespan == 3.5
+    timeline = clock(read("F0 F1 B0 B1", "F0 B0 F1 B1"), ActionCosts(hop=1.0))
     assert [span.start for span in timeline.spans[0][:3]] == [0, 1, 6]
     for word in ("zb-v:4", "interleaved:4x2"):  # stages of one rank have no hop
         assert clock(build(word, 1), ActionCosts(hop=9)).bubble == 0
@@ -174,25 +250,23 @@ def test_what_actions_cost():
 
 def test_a_tape_is_held_until_its_w():
     """I leaves the rest of a tape."""
-    assert peaks(read("rank 0 F0 I0 F1 W0 I1 W1")) == (2,)
-    assert peaks(read("rank 0 F0 I0 W0 F1 I1 W1")) == (1,)
+    assert peaks(read("F0 I0 F1 W0 I1 W1")) == (2,)
+    assert peaks(read("F0 I0 W0 F1 I1 W1")) == (1,)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("schedule", "said"),
     [
-        (
-            "rank 0 F0 B0 F1 B1\nrank 1 F1 B1 F0 B0",
-            "deadlocks: rank 0 at RECV:grad1.1<1, rank 1 at RECV:act0.1<0.",
-        ),
-        ("update 1\nlag 0\nrank 0 F0 F1 B0 U0 B1 U1", "deadlocks: rank 0 at F0.1."),
+        (read("F0 B0 F1 B1", "F1 B1 F0 B0"), "rank 0 at RECV:grad1.1<1, rank 1 at RECV:act0.1<0."),
+        (read("F0 F1 B0 U0 B1 U1", update=1, lag=(0,)), "rank 0 at F0.1."),
     ],
+    ids=["order", "versions"],
 )
-def test_a_deadlock_says_what_each_rank_waits_for(text: str, said: str):
+def test_a_deadlock_says_what_each_rank_waits_for(schedule: Schedule, said: str):
     """With the step at which it stands."""
     with pytest.raises(InputError, match="Write instead: each action before its use") as refused:
-        clock(read(text))
-    assert said in str(refused.value)
+        clock(schedule)
+    assert f"deadlocks: {said}" in str(refused.value)
 
 
 # --- lowering, and the drawings --------------------------------------------------------------
