@@ -34,12 +34,12 @@ def write(schedule: Schedule) -> list[str]:
 
 def read(*rows: str, update: int = 0, lag: tuple[int, ...] = ()) -> Schedule:
     """A schedule with one stage a rank: F0 in a row is the forward of microbatch 0."""
-    words = [
-        [(word[0], rank, int(word[1:])) for word in row.split()] for rank, row in enumerate(rows)
+    found = [
+        tuple(Action(word[0], rank, int(word[1:])) for word in row.split())  # type: ignore[arg-type]
+        for rank, row in enumerate(rows)
     ]
-    actions: Any = tuple(tuple(Action(*word) for word in row) for row in words)  # type: ignore[arg-type]
-    last = max(microbatch for row in words for *_, microbatch in row)
-    return Schedule(actions, tuple(range(len(rows))), last + 1, update, lag)
+    last = max(action.microbatch for row in found for action in row)
+    return Schedule(tuple(found), tuple(range(len(rows))), last + 1, update, lag)
 
 
 def check(schedule: Schedule) -> None:
