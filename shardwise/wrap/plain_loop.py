@@ -9,7 +9,6 @@ Each parameter brings its options, because a rank of a pipeline has only some of
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -242,8 +241,7 @@ def _number(value: Any) -> Any:
 
 
 def _whole(name: str, p: nn.Parameter, copy: int, room: optimizer_state.Room) -> HeldParameter:
-    return HeldParameter(name, p, tuple(p.shape), tuple(p.shape), partial(_box, copy), copy, room)
+    def boxes(called: str, value: Tensor) -> list[Box]:
+        return [Box.full(called, value, copy)]
 
-
-def _box(copy: int, called: str, value: Tensor) -> list[Box]:
-    return [Box.full(called, value, copy)]
+    return HeldParameter(name, p, tuple(p.shape), tuple(p.shape), boxes, copy, room)

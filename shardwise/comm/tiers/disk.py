@@ -22,11 +22,11 @@ import tempfile
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -330,8 +330,6 @@ def set_direct(file: int) -> bool:
 
 # --- how a disk is used ---------------------------------------------------------------------------
 
-_CLOCKS: Final = ("read", "written", "busy", "waited", "updated")
-
 
 @dataclass(frozen=True)
 class Used:
@@ -349,48 +347,37 @@ class Used:
         return Used(**{name: value - vars(before)[name] for name, value in vars(self).items()})
 
 
-@dataclass
-class _Clock:
-    """The time in which at least one request is under way."""
-
-    seconds: float = 0.0
-    requests: int = 0
-    since: float = 0.0
-
-    def change(self, by: int, now: float) -> None:
-        if self.requests:
-            self.seconds += now - self.since
-        self.since = now
-        self.requests += by
-
-
-@dataclass
 class DiskUse:
-    """Counts requests of several threads."""
+    """Counts requests of several threads, and the time in which at least one is under way."""
 
-    counts: dict[str, int] = field(default_factory=lambda: {"read": 0, "written": 0})
-    clocks: dict[str, _Clock] = field(default_factory=lambda: {name: _Clock() for name in _CLOCKS})
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self) -> None:
+        self.total = defaultdict[str, Any](int)
+        self.since: dict[str, float] = {}
+        self.requests = Counter[str]()
+        self.lock = threading.Lock()
 
     @contextmanager
-    def spending(self, what: str, count: int = 0) -> Iterator[None]:
-        """Around a request for so many bytes, or a part of a step, by the name of its clock."""
-        self._change(what, 1, 0)
+    def spending(self, what: str, size_bytes: int = 0) -> Iterator[None]:
+        """Around a request for so many bytes, or a part of a step."""
+        clocks = [what, "busy"] if size_bytes else [what]
+        self._change(clocks, 1)
         try:
             yield
         finally:
-            self._change(what, -1, count)
+            self._change(clocks, -1)
+            if size_bytes:
+                with self.lock:
+                    self.total[f"{what}_bytes"] += size_bytes
 
-    def _change(self, what: str, by: int, count: int) -> None:
+    def _change(self, clocks: Sequence[str], by: int) -> None:
         with self.lock:
             now = time.perf_counter()
-            self.clocks[what].change(by, now)
-            if what in self.counts:
-                self.counts[what] += count
-                self.clocks["busy"].change(by, now)
+            for clock in clocks:
+                self.total[f"{clock}_s"] += now - self.since[clock] if self.requests[clock] else 0
+                self.since[clock] = now
+                self.requests[clock] += by
 
     @property
     def so_far(self) -> Used:
         with self.lock:
-            seconds = [self.clocks[name].seconds for name in _CLOCKS]
-            return Used(self.counts["read"], self.counts["written"], *seconds)
+            return Used(**self.total)

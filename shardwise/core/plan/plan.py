@@ -263,11 +263,6 @@ class Plan:
         return None if row_of(self.row).sharded else "dp"
 
     @property
-    def data_axes(self) -> tuple[str, ...]:
-        """The axes along which the batch is split, outermost first."""
-        return tuple(axis for axis in (self.replicate_axis, self.shard_axis) if axis is not None)
-
-    @property
     def data_size(self) -> int:
         """The number of data ranks: over them states are sharded and gradients summed."""
         mesh = self.mesh

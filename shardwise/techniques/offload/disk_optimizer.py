@@ -53,7 +53,11 @@ class FlatOnDisk:
             tiers.on_disk(extent)
             return extent
 
-        self.flat, self.weight, dtype = flat, tiers.extent(flat.shard), _wide(flat.dtype)
+        self.flat, self.weight, dtype = (
+            flat,
+            tiers.extent(flat.shard),
+            torch.promote_types(flat.dtype, torch.float32),
+        )
         self.gradient = allocate("gradient", flat.dtype)
         own = self.weight if self.weight and self.weight.dtype == dtype else None
         self.master = own or allocate("master", dtype)
@@ -230,7 +234,7 @@ def open_disk(plan: Plan, options: EngineOptions, world: World, model: nn.Module
     if moves.fetch == "disk":  # parameters are written to it while the model is sharded
         return_freed_memory()
     dtypes = [DTYPES[plan.precision] or p.dtype for p in model.parameters()]
-    widest = max(_wide(dtype).itemsize for dtype in dtypes)
+    widest = max(4, *(dtype.itemsize for dtype in dtypes))
     size_bytes = reserved_bytes(len(streamed_keys(options.spec)), widest, chunk)
     disk.reserve(world.tiers.empty(size_bytes, torch.uint8), chunk * widest, world.tiers.settle)
     return disk
@@ -251,10 +255,6 @@ def streamed_keys(spec: OptimizerSpec) -> list[str]:
         state = spec.first_state(group, (2, 3))
         keys |= dict.fromkeys(key for key, value in state.items() if _streamed(value))
     return [*keys]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype.itemsize >= 4 else torch.float32
 
 
 def _inside(runs: Runs, first: int, last: int) -> Iterator[FlatRun]:
