@@ -193,6 +193,7 @@ def loss(value: Callable[[nn.Module, Any], Any]) -> Callable[[nn.Module, Any], T
 
     @wraps(value)
     def checked(model: nn.Module, batch: Any) -> Tensor:
+        """The loss of the batch, checked."""
         found = value(model, batch)
         problem = _loss_problem(found)
         if problem:
@@ -232,6 +233,7 @@ def _counting(
 
     @wraps(value)
     def checked(batch: Any) -> float:
+        """The number that the function returns for the batch, checked."""
         found = value(batch)
         number = math.nan
         with suppress(TypeError, ValueError, OverflowError, RuntimeError):
