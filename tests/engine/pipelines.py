@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.engine.engine import Engine
 from tests.engine.cases import Task, rows_task, settled, vectors
 from tests.engine.zoo import Stack
 
@@ -83,20 +82,6 @@ class Dropping(Stack):
         return x
 
 
-class Fragile(nn.Module):
-    """A layer that raises in the forward pass that the test chooses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.breaks, self.forwards = nn.Linear(WIDTH, WIDTH), -1, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.forwards += not x.is_meta  # the engine follows it on meta
-        if self.forwards == self.breaks:
-            raise ValueError("in the middle of a stage")
-        return torch.tanh(self.up(x))
-
-
 class Ends(Stack):
     """The last layer has the first one's weight, and both are products, which need it backward."""
 
@@ -155,17 +140,6 @@ def _chained(kind: Callable[..., nn.Module], block: Callable[[], nn.Module]) -> 
 
 def plain() -> nn.Module:
     return nn.Linear(WIDTH, WIDTH)
-
-
-def fragile() -> nn.Module:
-    return settled(Stack(*[Fragile() for _ in range(4)]))
-
-
-def break_in(engine: Engine, name: str, forward: int) -> None:
-    """Have that layer raise in that forward, on the rank that has it."""
-    layer = engine.model.get_submodule(name)
-    if isinstance(layer, Fragile):
-        layer.breaks = forward
 
 
 class Writes(Stack):

@@ -228,8 +228,6 @@ def of_a_loop(world: World, odd: bool, what: str) -> None:
             torch.nn.utils.clip_grad_value_(params, 1e-4 * (1 + now))
         if what == "norm":
             sw.clip_grad_norm(loop, 0.1 + now)
-        if now and what == "scaled":
-            torch.nn.utils.clip_grad_norm_(params, 1e-3)
         if now and what == "states":
             optim.state[params[1]]["step"].zero_()
         if now and what == "dropped":
@@ -283,7 +281,6 @@ def of_an_engine(world: World, odd: bool, what: str) -> None:
         (of_a_loop, "zero_grad", "gradients kept from the step before on data rank 1: True"),
         (of_a_loop, "frozen", "requires_grad of 1.bias on data rank 1: False"),
         (of_a_loop, "autocast", "torch.autocast in the forward pass on data rank 1: 'torch.bfloat"),
-        (of_a_loop, "scaled", "gradients that each rank scaled by another factor"),
         (of_a_loop, "scaler", "the scale of the gradient scaler on data rank 1: 512.0"),
         (of_a_loop, "dropped", "set to None before a step of the optimizer on data rank 1: ['0.bi"),
         (of_a_loop, "states", "changes of the states of the AdamW on data rank 1: True"),
