@@ -315,22 +315,3 @@ def test_inspect_names_what_is_damaged_or_gone(folder: Path, capsys: pytest.Capt
     code, said = inspected(capsys, str(folder))
     assert code == 0 and "step-000007  saved by" in said
     assert "names step-000009, which is no complete checkpoint: step-000007 is used" in said
-
-
-@pytest.mark.parametrize(
-    ("path", "phrase"),
-    [
-        ("absent", "no such folder"),
-        ("file", "a file, not a folder"),
-        ("empty", "no complete checkpoint in it"),
-        ("a" * 300, "File name too long"),
-    ],
-)
-def test_inspect_refuses_what_is_no_checkpoint(
-    tmp_path: Path, path: str, phrase: str, capsys: pytest.CaptureFixture[str]
-):
-    """Nothing, a file, an empty folder, a name that cannot be one."""
-    (tmp_path / "file").write_text("")
-    (tmp_path / "empty").mkdir()
-    code, said = inspected(capsys, str(tmp_path / path))
-    assert code == 2 and phrase in said

@@ -84,17 +84,6 @@ def test_the_answer_in_words(capsys: Capture):
 
 
 @pytest.mark.full
-def test_where_the_memory_of_a_large_model_is(capsys: Capture):
-    """Llama 70B on 64 GPUs of 80 GiB: not without recomputation, whose activations are too many."""
-    argv = "--model", "llama:70b", "--batch", "1", "--device-memory", "80GiB"
-    told = found(capsys, "dp64 zero3 bf16", *argv)
-    assert told["in_all"]["parameters"] == pytest.approx(2 * 70_553_706_496, rel=1e-3)
-    assert (told["fits"], told["largest_part"]) == (False, "activations")
-    assert told["relieved_by"] == "dp64 zero3 bf16 recompute:full"
-    assert found(capsys, told["relieved_by"], *argv)["fits"]
-
-
-@pytest.mark.full
 def test_the_command_has_one_object(capsys: Capture):
     """Its keys are what scripts read; the sequence and the batch change activations alone."""
     one = found(capsys, "dp64 zero3 bf16", "--rank", "63")

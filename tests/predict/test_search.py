@@ -163,20 +163,6 @@ def test_where_nothing_fits_the_nearest_plan_is_named() -> None:
     assert found.nearest.over_bytes == min(over)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "rows", "said"),
-    [
-        (6, 8, "6 ranks on hosts of 4 devices"),
-        (0, 8, "ranks=0"),
-        (1024, 3, "a batch of 3 rows on 1024 ranks, which no plan divides"),
-    ],
-)
-def test_a_task_without_plans_is_refused(ranks: int, rows: int, said: str) -> None:
-    """In one paragraph that says what is wrong."""
-    with pytest.raises(InputError, match=said):
-        sw.search(model(), machine(AMPLE), ranks, batch(), rows=rows, options=OPTIONS)
-
-
 # --- uneven stages --------------------------------------------------------------------------------
 
 DEEP_BLOCKS = 6
@@ -339,6 +325,8 @@ def test_the_best_plans_are_measured(capsys: pytest.CaptureFixture[str]) -> None
         ([*TASK[:4], "h100", *TASK[5:]], "Given: the cluster 'h100'"),
         (["search", "--ranks", "2"], "Missing option '--cluster'"),
         ([*TASK[:-1], "12"], "12 ranks on hosts of 8 devices"),
+        ([*TASK[:-1], "0"], "ranks=0"),
+        ([*TASK[:-1], "1024", "--batch", "3"], "a batch of 3 rows on 1024 ranks, which no plan"),
         ([*TASK, "--measure", "0"], "--measure 0"),
         ([*TASK[:-1], "512", "--measure", "2"], "512 processes on this machine"),
     ],

@@ -319,14 +319,12 @@ def test_a_wrong_file_is_explained(old: str, new: str, said: str, tmp_path: Path
         cluster_of(file)
 
 
-def test_a_wrong_name_is_answered_with_the_nearest(tmp_path: Path):
-    """A name that is neither a preset nor a file; a precision without a peak; an empty section."""
+def test_what_a_cluster_lacks_is_said(tmp_path: Path):
+    """A precision without a peak; an empty section."""
     (tmp_path / "c.toml").write_text("collectives = 5")
     with pytest.raises(
         InputError, match=r"collectives = 5\. .* Write instead: collectives = \{\},"
     ):
         cluster_of(tmp_path / "c.toml")
-    with pytest.raises(InputError, match=r"the cluster 'h100-sx'.*Write instead: h100-sxm"):
-        cluster_of("h100-sx")
     with pytest.raises(InputError, match=r"peak_flops\.int8"):
         PRESETS["a100-80gb"].flops_per_s("int8")

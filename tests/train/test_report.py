@@ -95,22 +95,17 @@ def test_a_log_gets_plain_lines():
     assert said in progress.line(routed, 9)
 
 
-def test_a_terminal_gets_a_bar_below_the_lines():
-    """With the steps that are made."""
-    out, file = console(terminal=True)
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_gets_a_bar_below_the_lines(terminal: bool):
+    """With the steps that are made; a note is text in one line, whose brackets are no markup."""
+    out, file = console(terminal)
     with progress.display(100, first=True, console=out) as shown:
         shown.step(ONE)
         shown.step(replace(ONE, step=2))
-    assert "step 1/100" in file.getvalue() and "  2/100" in file.getvalue()
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_note_is_text_in_one_line(terminal: bool):
-    """A path may have brackets, which are no markup, and line ends."""
-    out, file = console(terminal)
-    with progress.display(100, first=True, console=out) as shown:
         shown.note("tokens of data/[ab]/[/x]\n*.txt")
-    assert "tokens of data/[ab]/[/x]\\n*.txt" in file.getvalue()
+    text = file.getvalue()
+    assert "step 1/100" in text and ("  2/100" in text) == terminal
+    assert "tokens of data/[ab]/[/x]\\n*.txt" in text
 
 
 def test_the_peak_is_that_of_the_cluster_or_of_a_known_gpu(monkeypatch: pytest.MonkeyPatch):
