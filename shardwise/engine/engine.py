@@ -332,8 +332,6 @@ class Engine:
 
     def _made(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
         """The result of `call(model)` in eval mode; None if another rank has the last stage."""
-        self.world.require_open()
-        self.data.structure.require_unchanged()
         self.flush()
         with self.ledger.phase("check"):
             own = self.consensus.buffers.lend()
@@ -358,6 +356,8 @@ class Engine:
         evaluate and to save a checkpoint does so.
         """
         validate.outside_of_loss(self.data.in_loss)
+        self.world.require_open()
+        self.data.structure.require_unchanged()
         step_end.report(self)
         self.data.units.take_assigned()
         if self.optimizer.host.running:
@@ -373,8 +373,6 @@ class Engine:
     # --- state, memory, bytes -----------------------------------------------------------------
 
     def boxes(self) -> list[state.Box]:
-        self.world.require_open()
-        self.data.structure.require_unchanged()
         self.flush()
         return state.boxes(self.model, self.sharded, self.optimizer)
 
@@ -383,8 +381,6 @@ class Engine:
 
         Then call `load_scalars(scalars)` and `loaded()`.  Until then the optimizer is as it was.
         """
-        self.world.require_open()
-        self.data.structure.require_unchanged()
         self.flush()
         validate.scalars(scalars)
         self.data.units.to_sharded()

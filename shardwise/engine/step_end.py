@@ -260,7 +260,6 @@ def _leave_out(engine: "Engine", step: int, summed: Tensor, norm: float | None) 
     error = guard.record_skip(step, find, expected=engine.scale.on)
     engine.scale.update(overflow=True)
     optimizer.skip()
-    optimizer.clear(optimizer.flats)
     if error is not None:
         if not engine.passes.leave_out():  # the step has changed nothing
             data.units.begin_unshard()

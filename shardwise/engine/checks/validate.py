@@ -286,22 +286,6 @@ def fill(
     if seed:
         raise bad(f"seed={seed} with fill=, which writes all weights", "one of both", example)
     function("fill", value, ("name", "tensor"), example)
-    return _in_place(value, example)
-
-
-def fill_used(fill: Any, seed: int, model: nn.Module, missing: Sequence[str]) -> None:
-    """Raise InputError for a fill or a seed if no weight is on the meta device of any rank."""
-    if missing or (fill is None and not seed) or any(p.is_meta for p in model.parameters()):
-        return
-    given = "fill=" if fill is not None else f"seed={seed}"
-    raise bad(
-        f"{given} for a {type(model).__name__} whose weights exist, so that none are written",
-        "fill= or seed= for a model on the meta device",
-        'with torch.device("meta"): model = Model()',
-    )
-
-
-def _in_place(value: Callable[[str, Tensor], Any], example: str) -> Callable[[str, Tensor], None]:
 
     def checked(name: str, tensor: Tensor) -> None:
         """Fill the parameter, and check that it was written in place."""
@@ -317,6 +301,18 @@ def _in_place(value: Callable[[str, Tensor], Any], example: str) -> Callable[[st
 
     checked.__dict__["names"] = getattr(value, "names", ())  # of what a folder of weights holds
     return checked
+
+
+def fill_used(fill: Any, seed: int, model: nn.Module, missing: Sequence[str]) -> None:
+    """Raise InputError for a fill or a seed if no weight is on the meta device of any rank."""
+    if missing or (fill is None and not seed) or any(p.is_meta for p in model.parameters()):
+        return
+    given = "fill=" if fill is not None else f"seed={seed}"
+    raise bad(
+        f"{given} for a {type(model).__name__} whose weights exist, so that none are written",
+        "fill= or seed= for a model on the meta device",
+        'with torch.device("meta"): model = Model()',
+    )
 
 
 # --- errors in a step -----------------------------------------------------------------------------

@@ -300,22 +300,19 @@ class ShardedOptimizer(Optimizer):
 
     @contextmanager
     def _stepping(
-        self,
-        gradients: Mapping[Flat, Gradient],
-        own: list[dict[str, Any]],
-        factor: Factor | None = None,
+        self, gradients: Mapping[Flat, Gradient], own: list[dict[str, Any]], factor: Factor
     ) -> Iterator[None]:
         """Inside, these groups of torch's optimizer have runs with these gradients, and tensors
         that this rank owns are whole, with gradients times `factor`; at the end all ranks get them.
         """
         for flat, gradient in gradients.items():
-            self._attach(flat, gradient, 1.0 if factor is None else factor.value)
+            self._attach(flat, gradient, factor.value)
         weights = {flat: self.block(flat) for flat in gradients}
-        self.owners.collect(weights, None if factor is None else factor.value)
+        self.owners.collect(weights, {f: x for f, (x, _) in gradients.items()}, factor.value)
         shown = [group["params"] for group in own]
         runs = [run for flat in gradients for run in self.runs[flat].every]
         self.torch.param_groups = own
-        vars(self.torch)["found_inf"] = factor and factor.skips  # which torch's fused kernels read
+        vars(self.torch)["found_inf"] = factor.skips  # which torch's fused kernels read
         try:
             for number, group in enumerate(own):
                 group["params"] = [run.param for run in runs if run.group == number]
@@ -377,7 +374,7 @@ class ShardedOptimizer(Optimizer):
             )
         self.follow(self.flats)
         self.units.to_sharded()
-        with self._stepping(dict.fromkeys(self.flats, (None, ())), self.param_groups):
+        with self._stepping(dict.fromkeys(self.flats, (None, ())), self.param_groups, Factor(1.0)):
             getattr(self.torch, mode)()
         self.loaded()
         self.units.begin_unshard()
@@ -407,6 +404,7 @@ class ShardedOptimizer(Optimizer):
     def skip(self) -> None:
         """Record a skipped update (fp16 overflow), after which a scheduler may step."""
         self._opt_called = True
+        self.clear(self.flats)
 
     def state_dict(self) -> dict[str, Any]:
         """The options of the groups (rates, betas), without tensors; `sw.save` keeps both."""

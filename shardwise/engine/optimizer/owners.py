@@ -65,22 +65,25 @@ class Owners:
         return nn.Parameter(like.new_zeros([0] * len(shape), dtype=wide))
 
     @torch.no_grad()
-    def collect(self, weights: Mapping[Flat, Tensor], factor: Tensor | float | None) -> None:
-        """Give this rank's targets their weights and, unless `factor` is None, their gradients.
-
-        `weights` are the blocks of the flat groups; 16-bit gradients are multiplied by `factor`.
+    def collect(
+        self,
+        weights: Mapping[Flat, Tensor],
+        gradients: Mapping[Flat, Tensor | None],
+        factor: Tensor | float,
+    ) -> None:
+        """Give this rank's targets their weights and gradients, from the blocks of the flat groups.
+        16-bit gradients are multiplied by `factor`.
         """
+        blocks = {flat: x for flat, x in gradients.items() if x is not None}
         for places in self._messages(weights):
             coming = PieceExchange(self, places).begin(weights)
-            shards = {flat: flat.grads.gshard for flat, _ in places}
-            blocks = {flat: x for flat, x in shards.items() if x is not None and factor is not None}
             graded = [place for place in places if place[0] in blocks]
-            gradients = PieceExchange(self, graded).begin(blocks).wait() if graded else {}
+            arrived = PieceExchange(self, graded).begin(blocks).wait() if graded else {}
             for (flat, i), whole in coming.wait().items():
                 target, shape = self.targets[flat, i], flat.shapes[i]
                 target.data = whole.view(shape)
-                if flat.grads.used[i] and factor is not None and (flat, i) in gradients:
-                    own = gradients[flat, i].view(shape)
+                if flat.grads.used[i] and (flat, i) in arrived:
+                    own = arrived[flat, i].view(shape)
                     half = own.dtype != whole.dtype
                     target.grad = own.to(whole.dtype).mul_(factor) if half else own
 
@@ -186,7 +189,8 @@ class WholeSteps:
             grads = flat.grads
             if p.grad is not None and grads.gshard is not None and grads.is_replaced(p.grad):
                 flat.views.part(i, grads.gshard).copy_(p.grad)
-        self.owners.collect(self._weights(), 1.0)
+        weights = self._weights()
+        self.owners.collect(weights, {flat: flat.grads.gshard for flat in weights}, 1.0)
         for place, p in self.places.items():
             target = self.owners.targets[place]
             self.pieces.append((p, p.data, p.grad, p._version))

@@ -49,8 +49,6 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
     """
     if isinstance(module_or_engine, Engine):
         engine = module_or_engine
-        engine.world.require_open()
-        engine.data.structure.require_unchanged()
         engine.flush()
         engine.wait()
         engine.consensus.meet()
