@@ -322,16 +322,11 @@ def load_alone(weights: Weights, arrays: Arrays) -> None:
 OnRanks = Callable[..., list[Trained]]
 
 
-def run_threads_or_gloo(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Up to four ranks run as threads; more would wait for one interpreter's lock, so as gloo."""
-    return (run_gloo if ranks > 4 else run_threads)(ranks, function, *args)
-
-
 def runner(device: str, text: str) -> OnRanks:
-    """Who runs a plan under `--device`."""
+    """Who runs a plan under `--device`. More than four threads would wait for one interpreter."""
     if device == "cuda":
         return run_gpu
-    return run_gloo if text in ON_PROCESSES else run_threads_or_gloo
+    return run_gloo if text in ON_PROCESSES or Proof(text).plan.size > 4 else run_threads
 
 
 def device_of(on_ranks: OnRanks) -> str:

@@ -133,14 +133,6 @@ def index(change: Callable[[Metadata, Any, MetadataIndex], object]) -> Act:
     return act
 
 
-def placed(**values: Any) -> Act:
-    return index(lambda metadata, _, piece: place(metadata, piece, **values))
-
-
-def place(metadata: Any, piece: MetadataIndex, **values: Any) -> None:
-    metadata.storage_data[piece] = replace(metadata.storage_data[piece], **values)
-
-
 def scalars(change: Callable[[dict[str, Any]], object], **values: Any) -> Act:
     def act(path: Path) -> None:
         manifest = read_manifest(path)
@@ -150,40 +142,41 @@ def scalars(change: Callable[[dict[str, Any]], object], **values: Any) -> Act:
     return act
 
 
-def numbered(**values: Any) -> Act:
-    return scalars(lambda said: said["engine"].update(values))
-
-
-def stepped(step: Any) -> Act:
-    return scalars(lambda said: said.update(step=step))
-
-
-def without(metadata: Any, tensor: Any, piece: MetadataIndex) -> None:
-    del metadata.storage_data[piece], tensor.chunks[0]
-
-
 #: Each with what the error says of it.
 ABSURD: dict[str, tuple[Act, str]] = {
-    "a device as a file": (placed(relative_path="/dev/zero"), "outside the checkpoint's folder"),
+    "a device as a file": (
+        index(
+            lambda m, _, p: m.storage_data.update(
+                {p: replace(m.storage_data[p], relative_path="/dev/zero")}
+            )
+        ),
+        "outside the checkpoint's folder",
+    ),
     "the piece twice": (
         index(lambda _, t, __: t.chunks.append(t.chunks[0])),
         "two boxes hold the element",
     ),
-    "no piece": (index(without), "boxes hold 0 elements"),
+    "no piece": (
+        index(lambda m, t, p: (m.storage_data.pop(p), t.chunks.pop(0))),
+        "boxes hold 0 elements",
+    ),
     "no place": (index(lambda m, _, p: m.storage_data.pop(p)), "KeyError"),
-    **{f"step {step!r}": (stepped(step), "its step is") for step in (-1, 10**30, "7", 3)},
+    **{
+        f"step {step!r}": (scalars(lambda said, s=step: said.update(step=s)), "its step is")
+        for step in (-1, 10**30, "7", 3)
+    },
     "no ranks": (scalars(len, ranks=-4), "its ranks or"),
 }
 #: Numbers and states of the engine, which only an engine reads.
 NUMBERS: dict[str, tuple[Act, str]] = {
-    "a negative counter": (numbered(since=-1), "of another form"),
-    "a text as a step of the engine": (numbered(step="2"), "of another form"),
-    "an infinite loss scale": (numbered(loss_scale=float("inf")), "of another form"),
-    "groups in a list": (numbered(groups=[1]), "of another form"),
-    "a state that is a number": (
-        numbered(states={"0.bias": 7}),
-        "manifest.json', which is damaged",
-    ),
+    name: (scalars(lambda said, v=values: said["engine"].update(v)), message)
+    for name, values, message in (
+        ("a negative counter", {"since": -1}, "of another form"),
+        ("a text as a step of the engine", {"step": "2"}, "of another form"),
+        ("an infinite loss scale", {"loss_scale": float("inf")}, "of another form"),
+        ("groups in a list", {"groups": [1]}, "of another form"),
+        ("a state that is a number", {"states": {"0.bias": 7}}, "manifest.json', which is damaged"),
+    )
 }
 
 

@@ -39,27 +39,10 @@ from tests.pool import run_threads
 
 # --- activations ----------------------------------------------------------------------------------
 
-# A Block of models/gpt.py, with s bytes an element and w = max(s, 4) for values of norms and
-# softmax, of B sequences of T positions and width D, on a rank with h query heads and k key heads
-# of width E, f of the feed-forward's F, and N of the B T positions in its stream (all, or under sp
-# its shard), keeps:
-#
-#     two norms          2 N (2 D + 1) w       the input, the normalised input, the reciprocal root
-#     two column inputs  2 B T D s             q, k, v read one; gate and up the other
-#     attention          B T ((2 h + 2 k) E s + h w)     q and k turned, v, the result; log-sum-exp
-#     feed-forward       4 B T f s             gate, silu of it, up, their product
-#
-# With recomputation, arXiv 2205.05198 section 5 (docs/explanation/memory.md derives it):
-#
-#     full                 N D s                 the block's input
-#     partitioned          N D s / t             its part of the input, padded (without sp)
-#     selective            N D s + B T ((2 h + 2 k) E s + h w + 2 f s + 2 D s)
-#                          and what products gave: q, k, v, attention; gate, up; out, down (but
-#                          under tp without sp, where out and down are summed in place)
-#
-# No term grows with T squared: torch's attention kernel recomputes the scores. The column inputs
-# are complete under sp too: they are gathered once, in forward, and kept for the weight gradients;
-# the paper keeps a shard of each and gathers it again.
+# With recomputation: arXiv 2205.05198 section 5; docs/explanation/memory.md derives all of it. No
+# term grows with T squared: torch's attention kernel recomputes the scores. The column inputs are
+# complete under sp too: they are gathered once, in forward, and kept for the weight gradients; the
+# paper keeps a shard of each and gathers it again.
 
 WIDE_BYTES = 4  # norms and log-sum-exps are computed in fp32 or wider
 

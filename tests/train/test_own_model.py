@@ -265,7 +265,7 @@ class Mine(sw.callbacks.Callback):
 
     def step_ended(self, step, metrics):
         self.write("step", step, metrics["loss/train"])
-        if step == 4 and self.rank == 1 and FAILS:
+        if step == 4 and self.rank == 1:
             raise ValueError("enough")
 
     def evaluated(self, step, metrics):
@@ -289,33 +289,27 @@ def broken():
 """
 
 
-def called(folder: Path, function: str, *, fails: bool = False) -> config.Config:
+def called(folder: Path, function: str) -> config.Config:
     """A run of seven steps with a callback from a file."""
     file = folder / "mine.py"
-    file.write_text(MINE.replace("FAILS", str(fails)))
+    file.write_text(MINE)
     return runs.changed(settings(folder / "run"), "run", callbacks=(f"{file}:{function}",))
 
 
-@pytest.mark.full
-def test_a_callback_of_ones_own_is_called_as_the_run_proceeds(tmp_path: Path):
-    """After each step, evaluation and save, on both ranks."""
-    records = run(called(tmp_path, "make"), ranks=2)
+def test_a_callback_that_fails_on_one_rank_ends_the_run_on_all(tmp_path: Path):
+    """It is called after each step, evaluation and save, on both ranks, until one of them fails;
+    nothing waits for that rank.
+    """
+    with pytest.raises(RankError, match="callback Mine failed in step_ended: ValueError: enough"):
+        run(called(tmp_path, "make"), ranks=2)
     wanted: list[str] = []
-    for record in records:
+    for record in read(tmp_path / "run"):
         wanted.append(f"step {record.step} {record.loss}")
-        if record.validation is not None:
-            wanted.append(f"evaluated {record.step} {record.validation}")
-        if record.step in (2, 4, 6, 7):
-            wanted.append(f"saved {record.step} step-{record.step:06}")
+        wanted += [f"evaluated 3 {record.validation}"] if record.step == 3 else []
+        wanted += ["saved 2 step-000002"] if record.step == 2 else []
+    assert len(wanted) == 4 + 2
     for rank in range(2):
         assert (tmp_path / f"seen-{rank}").read_text().splitlines() == wanted
-
-
-def test_a_callback_that_fails_on_one_rank_ends_the_run_on_all(tmp_path: Path):
-    """After the step, with its error; nothing waits for the rank that failed."""
-    with pytest.raises(RankError, match="callback Mine failed in step_ended: ValueError: enough"):
-        run(called(tmp_path, "make", fails=True), ranks=2)
-    assert [record.step for record in read(tmp_path / "run")] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
