@@ -126,16 +126,8 @@ class Half(nn.Module):
         return z if self.uses == "last" else y + z.detach()
 
 
-def made(kind: Callable[..., nn.Module], *of: Any) -> nn.Module:
-    return settled(kind(*of))
-
-
 def chain(kind: Callable[..., nn.Module], block: Callable[[], nn.Module]) -> Any:
-    return partial(_chained, kind, block)
-
-
-def _chained(kind: Callable[..., nn.Module], block: Callable[[], nn.Module]) -> nn.Module:
-    return settled(kind(*[block() for _ in range(4)]))
+    return lambda: settled(kind(*[block() for _ in range(4)]))
 
 
 def plain() -> nn.Module:
@@ -152,10 +144,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "half frozen": half_frozen,
     "skips": chain(Skips, plain),
     "idle": chain(Stack, idle),
-    "ends": partial(made, Ends),
-    "repeated": partial(made, Repeated),
-    "used first": partial(made, Half, "first"),
-    "used last": partial(made, Half, "last"),
+    "ends": lambda: settled(Ends()),
+    "repeated": lambda: settled(Repeated()),
+    "used first": lambda: settled(Half("first")),
+    "used last": lambda: settled(Half("last")),
     "writes to the batch": chain(Writes, plain),
 }
 

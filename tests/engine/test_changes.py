@@ -133,22 +133,18 @@ MAPPED = "torch.func (vmap", "the plain module, and torch.distributed"
 APPLIED = "applied in the backward pass", "optim.step()"
 PART = ("of leave, a part of a sharded module",)
 REFUSED: list[tuple[str, Callable[[World], object], tuple[str, ...]]] = [
-    *(
-        (how, partial(scaled, how=how, act=by_torch), CLIPPED)
-        for how in ("FULL_SHARD", "SHARD_GRAD_OP")
-    ),
+    ("FULL_SHARD", partial(scaled, how="FULL_SHARD", act=by_torch), CLIPPED),
     *((how, partial(dropping, how=how), DROPPED) for how in ("DDP", "FULL_SHARD")),
     *((how, partial(differentiating, how=how), TWICE) for how in ("FULL_SHARD", "SHARD_GRAD_OP")),
     ("Pipe", line_search, ("a step of LBFGS under sw.Pipe", "LBFGS with sw.DDP(module)")),
-    *((how, partial(early, how=how), EARLY) for how in ("FULL_SHARD", "SHARD_GRAD_OP")),
+    ("FULL_SHARD", partial(early, how="FULL_SHARD"), EARLY),
     (
         "zero3",
         lambda world: engine_of(world, "zero3", penalised).step(rows(0, 0)),
         ("create_graph=True", "the plan word ddp"),
     ),
     *((plan, partial(transformed, plan=plan), MAPPED) for plan in ("dp2 zero3", "pp2 1f1b:2")),
-    *((how, partial(in_backward, how=how), APPLIED) for how in ("SHARD_GRAD_OP", "FULL_SHARD")),
-    *((how, partial(in_backward, how=how), APPLIED) for how in ("Pipe", "engine")),
+    *((how, partial(in_backward, how=how), APPLIED) for how in ("FULL_SHARD", "Pipe", "engine")),
     *(
         (how, partial(assigning, how=how, value=seven), ("scale.data = a tensor [7]",))
         for how in ("DDP", "FULL_SHARD")

@@ -17,6 +17,7 @@ from shardwise.models import hf, user
 from shardwise.techniques.tensor.source import shapes, table_of
 from tests.engine import loops
 from tests.engine.cases import difference, regression, settled
+from tests.engine.zoo import Block, Stack
 from tests.pool import run_gloo, run_threads
 from tests.verify.test_command import shortly
 
@@ -154,32 +155,18 @@ def test_the_table_names_the_layers_in_a_wrapped_layer():
 Change = Callable[[nn.Module, str], nn.Module]
 
 
-class Block(nn.Module):
-    """Large enough that its linear layers are computed by nodes of ours where nothing compiles."""
+class Model(Stack):
+    """Three blocks, a buffer and a parameter of the model's own. Layers are large enough to be
+    computed by nodes of ours where nothing compiles.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 4200), nn.Linear(4200, 16)
+        super().__init__(*[Block(11000) for _ in range(3)])
+        self.register_buffer("shift", torch.linspace(0, 1, 6))
+        self.gain = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
-    """Three blocks, a buffer and a parameter of the model's own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.leave = nn.Linear(6, 16), nn.Linear(16, 6)
-        self.register_buffer("shift", torch.linspace(0, 1, 16))
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x) * self.scale + self.shift
-        for block in self.blocks:
-            x = block(x)
-        return self.leave(x)
+        return super().forward(x * self.gain + self.get_buffer("shift"))
 
 
 def model() -> nn.Module:

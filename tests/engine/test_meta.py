@@ -109,26 +109,17 @@ def test_unusual_parameters_stay_what_they_are(how, tmp_path):
     assert shapes == {"first.weight": (6, 6), "first.bias": (6,), "nothing.weight": (0, 6)}
 
 
-class Mixture(nn.Module):
+def mixture() -> nn.Module:
     """Modules of torch.nn that make their own weights, and buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(7, 8)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(8, 2, 12, batch_first=True) for _ in range(2)
-        )
-        self.norm = nn.BatchNorm1d(8)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.norm(self.table(x).mean(1)))
+    layers = [nn.TransformerEncoderLayer(8, 2, 12, batch_first=True) for _ in range(2)]
+    parts = {"table": nn.Embedding(7, 8), "layers": nn.ModuleList(layers)}
+    return nn.ModuleDict(parts | {"norm": nn.BatchNorm1d(8), "head": nn.Linear(8, 3)})
 
 
 def own_weights(world: World, plan: str, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     state = torch.random.get_rng_state()
     with torch.device("meta"):
-        model = Mixture()
+        model = mixture()
     engine = sw.parallelize(model, plan, world, seed=seed)
     assert world.size > 1 or torch.equal(state, torch.random.get_rng_state())
     return full_parameters(engine.flats), dict(model.named_buffers())

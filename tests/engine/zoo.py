@@ -3,6 +3,7 @@
 Each takes vectors of width 6 and gives vectors of width 6, in fp64 unless it says otherwise.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -112,47 +113,35 @@ class Output:
     note: str = "a number beside it"
 
 
-class Speaks(nn.Module):
-    """A block whose output is wrapped, inside and outside, in the same way."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-        self.blocks = nn.ModuleList(Wrapped(how) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = unwrapped(block(x), self.how)
-        return wrapped(x, self.how)
+#: Ways to wrap an output, and to unwrap it.
+OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "dataclass": (Output, lambda out: out.value),
+    "dict": (lambda x: {"value": x, "note": "none"}, lambda out: out["value"]),
+    "tuple": (lambda x: (None, [x]), lambda out: out[1][0]),
+    "object": (lambda x: Normal(x, 1.0), lambda out: out.loc),
+}
 
 
 class Wrapped(nn.Module):
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, inner: nn.Module) -> None:
         super().__init__()
-        self.how, self.inner = how, Block()
+        self.how, self.inner = how, inner
 
     def forward(self, x: Tensor) -> Tensor:
-        return wrapped(self.inner(x), self.how)
+        return OUTPUTS[self.how][0](self.inner(x))
 
 
-def wrapped(x: Tensor, how: str) -> Any:
-    outputs = {
-        "dataclass": lambda: Output(x),
-        "dict": lambda: {"value": x, "note": "none"},
-        "tuple": lambda: (None, [x]),
-        "object": lambda: Normal(x, 1.0),
-    }
-    return outputs[how]()
+class Unwrapping(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            assert isinstance(block, Wrapped)
+            x = OUTPUTS[block.how][1](block(x))
+        return x
 
 
-def unwrapped(out: Any, how: str) -> Tensor:
-    inputs = {
-        "dataclass": lambda: out.value,
-        "dict": lambda: out["value"],
-        "tuple": lambda: out[1][0],
-        "object": lambda: out.loc,
-    }
-    return inputs[how]()
+def speaks(how: str) -> nn.Module:
+    """Blocks whose outputs are wrapped, inside and outside, in the same way."""
+    return Wrapped(how, Unwrapping(*[Wrapped(how, Block()) for _ in range(2)]))
 
 
 class Recomputed(Stack):
@@ -297,8 +286,8 @@ ZOO = {
     "last frozen": lambda: frozen("blocks.2"),
     "part of each frozen": lambda: frozen("up.weight"),
     "biases only": lambda: frozen("weight"),
-    **{f"returns a {how}": lambda how=how: Speaks(how) for how in ("dataclass", "dict", "tuple")},
-    "returns an object": lambda: Speaks("object"),
+    **{f"returns a {how}": partial(speaks, how) for how in ("dataclass", "dict", "tuple")},
+    "returns an object": partial(speaks, "object"),
     **{
         f"checkpoint {where}{' reentrant' * reentrant}": lambda w=where, r=reentrant: Recomputed(
             w, r
@@ -314,7 +303,7 @@ def make(name: str) -> nn.Module:
 
 
 def any_output(how: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return functional.mse_loss(unwrapped(model(batch[0]), how), batch[1])
+    return functional.mse_loss(OUTPUTS[how][1](model(batch[0])), batch[1])
 
 
 def two_views(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

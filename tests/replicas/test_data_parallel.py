@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.core.errors import InputError
 from tests.engine.cases import difference, settled
-from tests.engine.zoo import ZOO, Block, Output, make, unwrapped
+from tests.engine.zoo import OUTPUTS, ZOO, Block, Output, make
 
 F64 = torch.float64
 #: Without the model whose hook closes over the module itself: see the page.
@@ -57,7 +57,7 @@ def trained(model: nn.Module, name: str, rows: int) -> list[Tensor]:
     how = name.removeprefix("returns a ")
     for step in range(3):
         out = model(rows_of(step, rows).requires_grad_())
-        out = unwrapped(out, how) if how in ("dataclass", "dict", "tuple") else out
+        out = OUTPUTS[how][1](out) if how in OUTPUTS else out
         out.square().mean().backward()
         seen.append(out.detach())
         seen += [p.grad.to_dense().clone() for p in model.parameters() if p.grad is not None]
