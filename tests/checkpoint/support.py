@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.optim import Optimizer
 
 import shardwise as sw
-from shardwise.checkpoint.folder import clear, unfinished
+from shardwise.checkpoint.folder import all_in, clear, unfinished
 from shardwise.checkpoint.save import PlannedSave, publish, write_pieces
 from shardwise.checkpoint.save_plans import PIECE_BYTES, BoxSavePlanner
 from shardwise.comm.world import World
@@ -230,6 +230,11 @@ def dies(act: Callable[[], object], count: int, folder: Path) -> bool:
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert code in (0, 9)
     return code == 9
+
+
+def names(folder: Path) -> list[str]:
+    """The checkpoints of a folder."""
+    return [path.name for path in all_in(folder)]
 
 
 def files(folder: Path) -> list[str]:

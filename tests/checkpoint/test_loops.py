@@ -1,8 +1,10 @@
 """Checkpoints of a module in a loop of the program's own, what does not fit, and `inspect`."""
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -165,47 +167,53 @@ def test_pieces_are_not_taken_for_whole_parameters():
 
 # --- what does not fit --------------------------------------------------------------------------
 
-#: From the wrapped module and its optimizer: an act on the folder of its checkpoint.
-BAD: dict[str, tuple[Any, str]] = {
-    "a plain module": (lambda *_: partial(sw.save, Sum()), "sw.save of a plain Sum"),
-    "an optimizer": (lambda *given: partial(sw.save, given[1]), "sw.save of AdamW"),
-    "others' parameters": (
-        lambda m, _: partial(sw.save, m, optimizer=torch.optim.SGD(Sum().parameters())),
+#: With the wrapped module, its optimizer, and the folder of its checkpoint.
+BAD: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda its: sw.save(Sum(), its.folder), "sw.save of a plain Sum"),
+    (lambda its: sw.save(its.optim, its.folder), "sw.save of AdamW"),
+    (
+        lambda its: sw.save(its.module, its.folder, optimizer=sgd(Sum())),
         "parameters of another module",
     ),
-    "another class": (
-        lambda m, _: partial(sw.load, m, optimizer=torch.optim.SGD(m.parameters())),
-        "states of AdamW, for an optimizer of the class SGD",
+    (
+        lambda its: sw.load(its.module, its.folder, optimizer=sgd(its.module)),
+        "of AdamW, for an optimizer of",
     ),
-    "other groups": (
-        lambda m, _: partial(sw.load, m, optimizer=torch.optim.AdamW(m.parameters())),
+    (
+        lambda its: sw.load(
+            its.module, its.folder, optimizer=torch.optim.AdamW(its.module.parameters())
+        ),
         "were not in one group",
     ),
-    "an engine": (
-        lambda *_: partial(sw.load, sw.parallelize(Sum(), "ddp fp64", alone())),
-        "without an engine's state",
-    ),
-    "an engine's optimizer": (
-        lambda *given: partial(sw.save, sw.parallelize(Sum(), "ddp", alone()), optimizer=given[1]),
+    (lambda its: sw.load(engine("ddp fp64"), its.folder), "without an engine's state"),
+    (
+        lambda its: sw.save(engine("ddp"), its.folder, optimizer=its.optim),
         "of an engine with optimizer=",
     ),
-    "another model": (
-        lambda *_: partial(sw.load, sw.DDP(nn.Linear(2, 2).double(), alone())),
+    (
+        lambda its: sw.load(sw.DDP(nn.Linear(2, 2).double(), alone()), its.folder),
         "the checkpoint does not have|which the model lacks",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_what_does_not_fit_is_one_paragraph(tmp_path: Path, what: str):
+def sgd(module: nn.Module) -> Optimizer:
+    return torch.optim.SGD(module.parameters())
+
+
+def engine(plan: str) -> sw.Engine:
+    return sw.parallelize(Sum(), plan, alone())
+
+
+@pytest.mark.parametrize(("act", "text"), BAD)
+def test_what_does_not_fit_is_one_paragraph(tmp_path: Path, act: Any, text: str):
     """And nothing is changed."""
     module = sw.DDP(Sum(), alone())
     optim = optimizer_of("AdamW", module)
     sw.save(module, tmp_path, optimizer=optim)
-    act, text = BAD[what]
     before = [p.clone() for p in module.parameters()]
     with pytest.raises(InputError, match=text) as caught:
-        act(module, optim)(tmp_path)
+        act(SimpleNamespace(module=module, optim=optim, folder=tmp_path))
     assert len(str(caught.value).splitlines()) == 1
     assert all(map(torch.equal, before, module.parameters()))
 

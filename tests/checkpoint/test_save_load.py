@@ -18,7 +18,7 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.checkpoint import folder as folders
-from shardwise.checkpoint.folder import all_in, find, prune
+from shardwise.checkpoint.folder import find, prune
 from shardwise.checkpoint.load import load
 from shardwise.checkpoint.open_checkpoint import describe
 from shardwise.checkpoint.save import save
@@ -32,6 +32,7 @@ from tests.checkpoint.support import (
     Sum,
     boxes_of,
     engine_of,
+    names,
     rows,
     sample,
     save_by_all,
@@ -120,10 +121,6 @@ def loaded(folder: Any) -> float:
     tensor = torch.empty(4)
     load(folder, [Box.full("w", tensor)], alone())
     return tensor[0].item()
-
-
-def names(folder: Path) -> list[str]:
-    return [path.name for path in all_in(folder)]
 
 
 def test_a_checkpoint_is_published_under_its_step_and_as_the_latest(tmp_path: Path):

@@ -27,7 +27,17 @@ from shardwise.checkpoint.save import PlannedSave, save
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RunError
 from shardwise.engine.state.box import Box
-from tests.checkpoint.support import chain, dies, engine_of, files, refuse, rows, steps, writing
+from tests.checkpoint.support import (
+    chain,
+    dies,
+    engine_of,
+    files,
+    names,
+    refuse,
+    rows,
+    steps,
+    writing,
+)
 from tests.engine.cases import fails
 from tests.pool import run_gloo, run_threads
 from tests.programs import run_program, until
@@ -88,7 +98,7 @@ def assert_same(folder: Path, found: list[set[str]]) -> None:
     assert sealed(one) == sealed(other)
     assert describe(one, deep=True)["tensors"] == describe(other, deep=True)["tensors"]
     assert describe(one)["scalars"] == describe(other)["scalars"]
-    assert [path.name for path in all_in(folder / "async")] == ["step-000002"]
+    assert names(folder / "async") == ["step-000002"]
     assert {path.name for path in one.iterdir()} == {path.name for path in other.iterdir()}
     assert not [*(folder / "async").glob(".saving*")]
 
@@ -168,7 +178,7 @@ def test_a_write_that_fails_is_said_and_ends_nothing(tmp_path: Path, rank: int, 
         for said in in_step + in_save:
             assert f"step 3 {what}" in said
             assert said.endswith("Training goes on without this checkpoint")
-    assert [path.name for path in all_in(tmp_path)] == ["step-000004"]
+    assert names(tmp_path) == ["step-000004"]
     assert not [*tmp_path.glob(".saving*")]
 
 
@@ -223,7 +233,7 @@ def test_the_end_of_a_program_waits_for_the_write(tmp_path: Path, how: str):
     done = run_program(["-c", PROGRAM, str(tmp_path), how])
     assert done.returncode == 0, done.stderr
     step = 1 if how == "fail" else 2
-    assert [path.name for path in all_in(tmp_path)] == [f"step-00000{step}"]
+    assert names(tmp_path) == [f"step-00000{step}"]
     assert ("on rank 0, OSError: [Errno 28] No space left" in done.stderr) == (how == "fail")
     assert how != "close" or "['latest', 'step-000002']" in done.stdout
 

@@ -219,8 +219,6 @@ def test_costs_reach_the_clock_and_formulas_are_held_back(capsys: Capture) -> No
         said = scheduled(capsys, line)
         assert (said["formula"]["makespan"], said["formula"]["bubble"]) == (None, None)
         assert said["activations"] == said["formula"]["activations"]
-    said = scheduled(capsys, "1f1b:8 --costs F=2,B=3")
-    assert said["makespan"] == said["formula"]["makespan"] == 5 * 11
     said = scheduled(capsys, "naive --stages 2 --costs F=1/2,B=3/5,hop=0.5")
     assert (said["makespan"], said["idle"]) == (12, [8, 5])
     said = scheduled(capsys, "2bw:4 --stages=2 --batches=2")

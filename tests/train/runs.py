@@ -105,26 +105,21 @@ def shown(world: World, given: config.Config, start: RunStart | None = None) -> 
     return out.getvalue()
 
 
-def signalled(world: World, given: config.Config, rank: int, step: int) -> bool:
-    """Train, with SIGTERM sent to one rank in one step; whether that rank's run ended with it."""
+def stopped(
+    world: World, given: config.Config, rank: int, where: str, step: int | None = None
+) -> str:
+    """Train, with SIGTERM sent to one rank in a function, in that step if any; what is shown,
+    without a summary. The rank's run has ended with the signal.
+    """
+    out = io.StringIO()
 
-    def told(run: loop.Run, record: Record) -> None:
-        if world.rank == rank and record.step == step:
+    def interrupt(*of: Any) -> None:
+        if world.rank == rank and step in (None, getattr(of[-1], "step", None)):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with before("loop.tell", told):
-        loop.train(given, world)
-    return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def stopped(
-    world: World, given: config.Config, rank: int, where: str, start: RunStart | None = None
-) -> str:
-    """Train, with SIGTERM sent to one rank in a function; what is shown, without a summary."""
-    out = io.StringIO()
-    interrupt = lambda *_: world.rank == rank and os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
     with before(where, interrupt):
-        assert loop.train(given, world, start, Console(file=out, width=200)) is None
+        assert loop.train(given, world, console=Console(file=out, width=200)) is None
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     return out.getvalue()
 
 

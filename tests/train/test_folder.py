@@ -21,7 +21,7 @@ from shardwise.core.errors import InputError
 from shardwise.train import config, loop, metrics, run_folder
 from shardwise.train.metrics import Record
 from shardwise.train.prepare import RunStart, hold_folder, prepare
-from tests.checkpoint.support import refuse, writing
+from tests.checkpoint.support import names, refuse, writing
 from tests.engine.cases import fails
 from tests.pool import run_gloo
 from tests.train import runs
@@ -263,10 +263,6 @@ def test_a_folder_that_is_gone_ends_the_run(what: str, tmp_path: Path):
 
 
 # --- checkpoints --------------------------------------------------------------------------------
-
-
-def names(folder: Path) -> list[str]:
-    return [path.name for path in all_in(folder)]
 
 
 def shown(world: World, given: config.Config) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shardwise.checkpoint.folder import all_in
 from shardwise.cli import main as cli
 from shardwise.comm.start.worker import NOTHING, REQUEUE, SIGNALS, StopSignal
 from shardwise.comm.world import alone
@@ -21,6 +20,7 @@ from shardwise.core.errors import InputError, RankError, RunError
 from shardwise.train import config, loop, run_folder
 from shardwise.train.metrics import Record, read
 from shardwise.train.prepare import RunStart, hold_folder, prepare
+from tests.checkpoint.support import names
 from tests.pool import run_gloo
 from tests.train import runs
 
@@ -41,10 +41,6 @@ def same(one: list[Record], other: list[Record]) -> None:
         assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-9)
         assert (a.validation is None) == (b.validation is None)
         assert (a.validation or 0.0) == pytest.approx(b.validation or 0.0, rel=1e-10)
-
-
-def names(given: config.Config) -> list[str]:
-    return [path.name for path in all_in(given.folder / "checkpoints")]
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
@@ -91,8 +87,8 @@ def test_a_stopped_run_goes_on_under_another_plan(
 ):
     """SIGTERM to one of two ranks stops both after that step; the resumed curve has no seam."""
     given = runs.settings(tmp_path / "run", "dp2 zero3 fp64", **saves)
-    assert run_gloo(2, runs.signalled, given, 1, 3) == [True, True]
-    assert names(given) == ["step-000003"]
+    run_gloo(2, runs.stopped, given, 1, "loop.tell", 3)
+    assert names(given.folder / "checkpoints") == ["step-000003"]
     assert not (given.folder / "report.md").exists()
     resumed = runs.settings(tmp_path / "run", plan)
     same(runs.run(resumed, ranks, RESUME), whole)
@@ -117,7 +113,7 @@ def test_a_run_that_reaches_its_limit_is_queued_again(tmp_path: Path, whole: lis
     with pytest.raises(SystemExit) as left:
         cli.main(["train", str(file), "--set", "run.max_hours=1e-9", "--resume", "auto"])
     assert left.value.code == REQUEUE
-    assert names(given) == ["step-000001"]
+    assert names(given.folder / "checkpoints") == ["step-000001"]
     same(runs.run(given, 2, RunStart(auto=True)), whole)
 
 
@@ -154,7 +150,7 @@ def test_a_signal_after_the_last_step_ends_without_a_report(where: str, tmp_path
     given = runs.settings(tmp_path / "run", "dp2 zero3 fp64", steps=2)
     run_gloo(2, runs.stopped, given, 0, f"run.{where}")
     assert not (given.folder / "report.md").exists()
-    assert names(given) == ["step-000002"]
+    assert names(given.folder / "checkpoints") == ["step-000002"]
     assert len(runs.run(given, 2, RESUME)) == 2
     assert run_folder.has_report(given.folder)
 
@@ -260,7 +256,7 @@ def test_what_is_not_a_number_names_step_and_ranks(tmp_path: Path):
     assert errors[0] == errors[1]
     assert "Step 4: the loss is not finite, on rank 1; the first parameter" in errors[0]
     assert str(given.folder / "checkpoints" / "step-000002") in errors[0]
-    assert names(given) == ["step-000002"]
+    assert names(given.folder / "checkpoints") == ["step-000002"]
 
 
 def test_a_step_can_be_left_out(tmp_path: Path):
