@@ -25,7 +25,7 @@ from shardwise.derive.search.result import PlanTask, SearchResult
 from shardwise.derive.search.search import best_plans
 from shardwise.derive.table import table_or_derived
 from shardwise.engine.options import EngineOptions, Loss
-from shardwise.engine.predict import Predictor
+from shardwise.engine.predict import predict_rank
 from shardwise.observe.dry_engine import dry_step, with_few_microbatches
 from shardwise.observe.meta_pass import UNKNOWN
 from shardwise.prediction.cluster import Cluster, cluster_of
@@ -75,7 +75,7 @@ class SearchedModel:
             one, loss = (lambda: self._rows(1)), self.options.objective
             self.tables[key] = table_or_derived(*own, lambda: model, one, loss)
         options = replace(self.options, table=self.tables[key])
-        found = Predictor(model, plan, options).of(self._rows(rows * plan.microbatches))
+        found = predict_rank(model, plan, self._rows(rows * plan.microbatches), options)
 
         known = dict[tuple[Plan, int], DryStep]()
 

@@ -124,7 +124,10 @@ def build_engine(
     clip = weight_stashing.require(model, plan, begin, options)
     rerun.require(plan, options.checks)
     if world.rank == 0 and not world.dry:
-        _print_defaults(options, model)
+        if options.optimizer is None:
+            chosen = "without optimizer=, the optimizer is sw.AdamW(lr=3e-4)"
+            print(f"shardwise: {chosen}", file=sys.stderr)
+        spec.warn_unmatched([n for n, _ in model.named_parameters(remove_duplicate=False)])
     shared = {"the plan": str(plan), "the model": model}
     shared |= {"the table": table, "the optimizer": spec}
     consistency.require_same(world, shared | options.shared)
@@ -144,12 +147,6 @@ def build_engine(
         missing=missing,
     )
     return first_step.engine_of(model, build)
-
-
-def _print_defaults(options: EngineOptions, model: nn.Module) -> None:
-    if options.optimizer is None:
-        print("shardwise: without optimizer=, the optimizer is sw.AdamW(lr=3e-4)", file=sys.stderr)
-    options.spec.warn_unmatched([n for n, _ in model.named_parameters(remove_duplicate=False)])
 
 
 def plan_of(plan: Plan | str) -> Plan:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -92,13 +92,13 @@ def predict_with(
 
     def of(plan: Plan) -> Prediction:
         with validate.sharded(plan, alone):
-            found = Predictor(model, plan, options, rank=rank).of(batch)
+            found = predict_rank(model, plan, batch, options, rank=rank)
             assert found.dry_step  # whose errors are those of this call
             return found
 
     def alone() -> None:
         plain = replace(options, table=None, stages=None)
-        assert Predictor(model, "dp1", plain).of(batch).dry_step
+        assert predict_rank(model, "dp1", batch, plain).dry_step
 
     plan = plan_of(plan)
     found = of(with_offload(plan.completed(None), of))
@@ -112,50 +112,44 @@ def predict_with(
     return replace(found, told=(*found.told, note))
 
 
-class Predictor:
-    """The predictions of one rank for batches of any shape.
+def predict_rank(
+    model: nn.Module,
+    plan: Plan | str,
+    batch: Any,
+    options: EngineOptions,
+    *,
+    rank: int = 0,
+    ranks: int | None = None,
+) -> Prediction:
+    """The prediction for a step on `batch`, this rank's share of the global batch, under the plan
+    that is completed for a world of `ranks`.
 
-    `model` must not change: pass another copy to `parallelize`.  The plan is completed for a world
-    of `ranks`.
+    Its dry run is made when it is first read, and raises InputError for a model that does not run.
+    `model` must not change: pass another copy to `parallelize`.
     """
+    validate.model(model, "sw.predict")
+    plan = plan_of(plan)
+    require(plan)
+    if ranks is not None:
+        integer("ranks", ranks, 1, plan.size)
+    plan = plan.completed(ranks)
+    integer("rank", rank, 0, 0, plan.size - 1)
+    if options.tokens is None:
+        rows(batch, validate.rows(options.rows))  # raises InputError, as a step does
+    texts = (x for x in leaves(batch, Tensor, objects=True) if x.dim() == 2)
+    first = next((x.numel() for x in texts if not x.is_floating_point()), 0)
+    by_stage = updates(plan.pipeline, plan.mesh.size_of(PIPELINE))
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan | str,
-        options: EngineOptions | None = None,
-        *,
-        rank: int = 0,
-        ranks: int | None = None,
-    ) -> None:
-        validate.model(model, "sw.predict")
-        plan, options = plan_of(plan), options or EngineOptions()
-        require(plan)
-        if ranks is not None:
-            integer("ranks", ranks, 1, plan.size)
-        self.model, self.rank = model, rank
-        self.plan, self.options = plan.completed(ranks), options
-        integer("rank", rank, 0, 0, self.plan.size - 1)
-
-    def of(self, batch: Any) -> Prediction:
-        """The prediction for a step on `batch`, this rank's share of the global batch. Its dry run
-        is made when it is first read, and raises InputError for a model that does not run.
-        """
-        if self.options.tokens is None:
-            rows(batch, validate.rows(self.options.rows))  # raises InputError, as a step does
-        texts = (x for x in leaves(batch, Tensor, objects=True) if x.dim() == 2)
-        first = next((x.numel() for x in texts if not x.is_floating_point()), 0)
-        by_stage = updates(self.plan.pipeline, self.plan.mesh.size_of(PIPELINE))
-        return Prediction(
-            self.plan,
-            self.rank,
-            norm=self.options.clip is not None and not by_stage,
-            tokens=first * self.plan.shares,
-            told=(EVEN,) if self.plan.ep > 1 else (),
-            dry=cache(partial(self._dry_step, batch)),
-        )
-
-    def _dry_step(self, batch: Any, plan: Plan, rank: int, *, brief: bool = False) -> DryStep:
+    def dry(plan: Plan, rank: int, *, brief: bool = False) -> DryStep:
         from shardwise.observe.dry_engine import dry_step  # builds an engine, which predicts
 
-        return dry_step(self.model, plan, batch, self.options, rank, brief=brief)
+        return dry_step(model, plan, batch, options, rank, brief=brief)
+
+    return Prediction(
+        plan,
+        rank,
+        norm=options.clip is not None and not by_stage,
+        tokens=first * plan.shares,
+        told=(EVEN,) if plan.ep > 1 else (),
+        dry=cache(dry),
+    )

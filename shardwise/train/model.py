@@ -23,7 +23,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer.optimizer_spec import Adafactor, AdamW, Lion, Muon, OptimizerSpec
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.parallelize import build_engine
-from shardwise.engine.predict import Predictor, predict_with
+from shardwise.engine.predict import predict_rank, predict_with
 from shardwise.models import gpt, moe, pretrained, user
 from shardwise.models.gpt import GPTConfig
 from shardwise.models.moe import MoEConfig
@@ -101,7 +101,7 @@ def predictor(
 
 def prediction_of(prepared: PreparedRun, engine: Engine, share: Batch) -> Prediction:
     model, options, at = on_meta(prepared.sizes), _as_built(prepared, engine), engine.world
-    return Predictor(model, prepared.plan, options, rank=at.rank, ranks=at.size).of(share)
+    return predict_rank(model, prepared.plan, share, options, rank=at.rank, ranks=at.size)
 
 
 def dry_twin(prepared: PreparedRun, engine: Engine) -> DryTwin:

@@ -25,7 +25,7 @@ from shardwise.core.tools.arguments import integer, short_repr
 from shardwise.derive.table import table_or_derived
 from shardwise.engine.batch import split
 from shardwise.engine.checks.device_room import require_chosen, require_room
-from shardwise.engine.predict import Predictor
+from shardwise.engine.predict import predict_rank
 from shardwise.models import user
 from shardwise.models.registry import find
 from shardwise.models.trainable import Loss, Trainable
@@ -252,7 +252,7 @@ def _predicted(model: str | Trainable, options: Options, plan: Plan) -> Predicti
     rows = plan.microbatches * max(ROWS, fewest // plan.microbatches)
     plain = trainable.plain()
     chosen = parity.build_options(trainable, plan, options, plain)
-    return Predictor(plain, plan, chosen, ranks=plan.size).of(trainable.batch(rows, SEED))
+    return predict_rank(plain, plan, trainable.batch(rows, SEED), chosen, ranks=plan.size)
 
 
 # --- why a proof fails ----------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from shardwise.comm.tiers.tiers import begin_copy
 from shardwise.comm.world import World, alone, traced
 from shardwise.core.zero import PREDICTED, Event
 from shardwise.engine.options import EngineOptions
-from shardwise.engine.predict import Predictor
 from shardwise.models import gpt
 from shardwise.models.trainable import fill
 from shardwise.observe.dry_twin import predict_events
@@ -195,8 +194,8 @@ def test_the_peak_is_two_blocks_and_the_root(shape: str):
     options: dict[str, Any] = {"loss": gpt.loss, "least_unit_bytes": 0}
     plan, world = "pp2 dp2 zero3 1f1b:4 fp32", traced(0, 4)
     engine = sw.parallelize(deep_gpt(shape, 8), plan, world, tokens=gpt.tokens, **options)
-    theory = Predictor(deep_gpt(shape, 8), plan, EngineOptions(**options))
-    predicted = theory.of(mine(engine, text(0, rows=8))).dry_step.parts["gathered"]
+    theory = sw.predict(deep_gpt(shape, 8), plan, mine(engine, text(0, rows=8)), **options)
+    predicted = theory.dry_step.parts["gathered"]
     whole = {
         unit: sum(group.plan.padded * group.dtype.itemsize for group in unit.groups)
         for unit in engine.data.units.order
