@@ -1,7 +1,9 @@
-"""Tables that are derived hold, send no more than those that are shipped, and say what is whole."""
+"""Tables of tensor parallelism: where they come from, what shapes they give; derived ones hold."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,12 +11,16 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.core.errors import InputError
-from shardwise.core.layouts.tensor_table import Table, matches
+from shardwise.core.layouts.tensor_table import STYLES, Table, assign, cuts, matches
 from shardwise.core.plan.plan import Plan
 from shardwise.derive.table import Derived, derive_table
 from shardwise.engine.predict import predict
+from shardwise.models import hf
+from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.registry import find
-from shardwise.techniques.tensor.source import own_table
+from shardwise.techniques.tensor.hf_tables import _DECODERS, _STYLES
+from shardwise.techniques.tensor.source import own_table, shapes, table_of
+from shardwise.techniques.tensor.table_check import check
 from shardwise.train import config
 from shardwise.train.prepare import RunStart, prepare
 from shardwise.verify.inputs import Options, table_in
@@ -23,6 +29,7 @@ from tests.train.runs import model_folder, pretrained, printed, run
 from tests.verify.test_command import shortly
 
 HAND = Path(__file__).with_name("models.py")
+HOW_TO = Path(__file__).parents[2] / "docs/how-to"
 TYPES = [
     *("gpt2", "bloom", "bert", "t5", "llama", "mistral", "qwen3", "gemma2", "phi3", "opt"),
     "gpt_neox",
@@ -95,35 +102,23 @@ def test_the_entries_for_sequence_parallelism_hold(name: str):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", TYPES)
-def test_the_table_of_an_architecture_holds_and_sends_no_more_than_its_own(kind: str):
-    """Of models of transformers; those with a plan of the library's or ours are compared."""
+@pytest.mark.parametrize("name", ["gpt", *(f"toy:{kind}" for kind in TYPES)])
+def test_the_table_of_an_architecture_holds_and_sends_no_more_than_its_own(name: str):
+    """Those with a table of the library or ours are compared; of the GPT only norms stay whole."""
     pytest.importorskip("transformers")
-    found, trainable = derived(f"toy:{kind}"), find(f"toy:{kind}")
+    found, trainable = derived(name), find(name)
+    assert name != "gpt" or all("norm" in each.name for each in found.whole)
     model = trainable.build()
     own = own_table(model)
     if own is not None:
         shipped = predict(model, "tp2", trainable.batch(2, 0), loss=trainable.loss, table=own)
         assert found.sent_bytes <= sum(n for line, n in shipped.sent().items() if line.axis == "tp")
-    if kind in SEQUENCE:
-        of_shards = derived(f"toy:{kind}", sp=True).table
+    if name.removeprefix("toy:") in SEQUENCE:
+        of_shards = derived(name, sp=True).table
         assert found.table.styles == of_shards.styles
-        assert holds(f"toy:{kind}", "tp2 sp", of_shards)
+        assert holds(name, "tp2 sp", of_shards)
     else:
-        assert holds(f"toy:{kind}", "tp2", found.table)
-
-
-@pytest.mark.full
-def test_the_table_of_the_gpt_is_as_good_as_our_own():
-    """It sends the same bytes, and shards all weights but those of norms."""
-    trainable = find("gpt")
-    model, batch = trainable.build(), trainable.batch(2, 0)
-    found = derive_table(model, batch, 2, trainable.loss)
-    own = predict(model, "tp2", batch, loss=trainable.loss, table=own_table(model))
-    assert found.sent_bytes == sum(n for line, n in own.sent().items() if line.axis == "tp")
-    assert {each.name for each in found.whole} == {
-        *("blocks.*.attn_norm", "blocks.*.mlp_norm", "norm")
-    }
+        assert holds(name, "tp2", found.table)
 
 
 WHOLE = [
@@ -215,3 +210,120 @@ def test_a_run_takes_a_table_from_a_file(tmp_path: Path):
     file.write_text("")
     with pytest.raises(InputError, match=r"plan\.table = .*which has no styles"):
         prepare(given, 2, RunStart(overwrite=True))
+
+
+# --- tables of models, and of the user -----------------------------------------------------------
+
+NAMES = ["llama", "qwen3", "mistral", "gemma2", "phi3", "gpt2", "mixtral"]
+CONFIG = GPTConfig(
+    vocabulary=37, layers=2, hidden_size=48, heads=6, kv_heads=2, intermediate_size=50, sequence=8
+)
+
+
+def made(name: str, **changes: Any) -> Any:
+    transformers = pytest.importorskip("transformers")
+    config = hf.small_config(name)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["tp", "tp sp"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tables_of_transformers_fit(name: str, ranks: int, sp: bool):
+    """Each named type has a table, from its configuration or ours; 4 ranks share 2 key heads."""
+    model = made(name)
+    table, modules = table_of(model), shapes(model)
+    assert check(table, modules, sp, ranks) == []
+    styles = assign(table, list(modules), sp)
+    cut = {key for key, style in styles.items() if cuts(style, modules[key], table, ranks)}
+    whole = {key for key, shape in modules.items() if shape.kind == "linear"} - cut
+    assert whole == set()
+
+
+def test_what_works_on_the_sequence_in_a_decoder():
+    """Norms of the residual stream, not those in attention; experts token by token."""
+    qwen = dict(table_of(made("qwen3")).sequence)
+    assert "model.layers.*.self_attn.q_norm" not in qwen
+    mixed = dict(table_of(made("qwen3_moe", mlp_only_layers=[1])).sequence)
+    assert mixed["model.layers.1.mlp"] == "gather"
+    assert mixed["model.layers.*.mlp.gate"] == "sequence"  # layer 1 has none
+    assert "model.layers.*.mlp" not in mixed
+
+
+def test_plans_of_configurations_are_read():
+    """A style for the sequence would be read; one that we lack is refused, with the module. A model
+    without its head has the same table: the plan is the base model's.
+    """
+    model = made("llama")
+    model._tp_plan = model._tp_plan | {"model.norm": "sequence_parallel"}
+    model.config.model_type = "unheard of"
+    assert table_of(model).sequence == (("model.norm?", "sequence"),)
+    with pytest.raises(InputError, match=r'"mla_kv_a_proj" for model.layers.\*.self_attn.kv_a'):
+        table_of(made("deepseek_v2"))
+    model = made("mistral").model
+    table, modules = table_of(model), shapes(model)
+    assert dict(table.styles)["layers.*.self_attn.q_proj?"] == "colwise:heads"
+    assert check(table, modules, sp=True, ranks=4) == []
+
+
+# --- models of the user's ----------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+
+def test_what_the_user_gives_comes_first():
+    """A Table as it is; a dict with the model's own number of heads; a part brings its table."""
+    given = Table.of({"up": "colwise"}, heads=2)
+    model: Any = Two()
+    assert table_of(model, given) is given
+    assert table_of(model, {"up": "colwise"}) == Table.of({"up": "colwise"})
+    model.tensor_table = {"down": "colwise"}
+    assert table_of(model) == Table.of({"down": "colwise"})
+    assert table_of(model, {"up": "colwise"}) == Table.of({"up": "colwise"})
+    assert table_of(GPT(CONFIG), {"blocks.*.attn.q": "colwise:heads"}).kv_heads == 2
+    outer = nn.ModuleDict({"policy": GPT(CONFIG), "value": nn.Linear(48, 1)})
+    assert ("policy.blocks.*.attn.q", "colwise:heads") in table_of(outer).styles
+    assert check(table_of(outer), shapes(outer), sp=False, ranks=2) == []
+
+
+def test_modules_as_a_table_sees_them():
+    """Ties; what has no parameters is there; what nn.MultiheadAttention never calls is no layer."""
+    embed, head = nn.Embedding(10, 8), nn.Linear(8, 10)
+    head.weight, attn = embed.weight, nn.MultiheadAttention(8, 2)
+    model = nn.ModuleDict({"embed": embed, "attn": attn, "drop": nn.Dropout(), "head": head})
+    seen = shapes(model)
+    assert (seen["head"].kind, seen["head"].bias, seen["head"].tied) == ("linear", True, "embed")
+    assert seen["attn.out_proj"].kind == "other"
+    assert ("num_heads", 2) in seen["attn"].numbers and not seen["drop"].parameters
+    (problem, *_) = check(Table.of({"attn.out_proj": "rowwise"}), seen, sp=False, ranks=2)
+    assert "NonDynamicallyQuantizableLinear" in problem.given
+
+
+def test_every_style_of_the_library_is_one_of_ours_or_whole():
+    """What plans of transformers say is translated to styles that a table takes."""
+    for style in filter(None, _STYLES.values()):
+        assert Table.of({}, sequence={"a": style}).sequence == (("a", style),)
+
+
+def test_the_page_has_every_style():
+    """Each style that a table takes has its row, each decoder its name; its model's table fits."""
+    page = (HOW_TO / "tables.md").read_text()
+    blocks = re.findall(r"```python[^\n]*\n(.*?)```", page, re.DOTALL)
+    (code,) = [text for text in blocks if "class" in text]
+    names: dict[str, Any] = {}
+    exec(code, names)  # noqa: S102
+    model = names["Model"]().double()
+    for ranks in range(1, 9):
+        for sp in (False, True):
+            assert check(table_of(model), shapes(model), sp, ranks) == []
+    written = re.findall(r"`([a-z_]+(?::[a-z_]+|:2)?)`", page)
+    assert {style.replace("colwise:N", "colwise:2") for style in STYLES} <= set(written)
+    decoders = (HOW_TO / "hugging-face.md").read_text()
+    assert all(kind in decoders for kind in _DECODERS)
