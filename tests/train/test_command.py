@@ -1,6 +1,7 @@
-"""The commands as a user runs them: what they refuse; `train` by signals and failures."""
+"""The commands as a user runs them, and their configuration: what they take and what they say."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -8,14 +9,23 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shardwise.cli import main as cli
 from shardwise.cli.main import EXAMPLES
 from shardwise.comm.start.worker import NOTHING
+from shardwise.core.errors import InputError
+from shardwise.migrate.read import imported
+from shardwise.models import gpt
+from shardwise.prediction.cluster import cluster_of
 from shardwise.train import config
+from shardwise.train.model import learning_rate, optimizer_of
+from shardwise.verify.inputs import table_in
 from tests import surface
 from tests.programs import run_program, start_program
-from tests.train.runs import Capture, ended, printed, settings
+from tests.train import runs
+from tests.train.runs import Capture, ended, printed
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "quickstart.toml"
@@ -23,7 +33,7 @@ EXAMPLE = ROOT / "examples" / "quickstart.toml"
 
 def configured(folder: Path, *argv: str, plan: str = "dp2 zero3", **train: object) -> list[str]:
     file = folder / "config.toml"
-    file.write_text(config.dump(settings(folder / "run", plan, **train)))
+    file.write_text(config.dump(runs.settings(folder / "run", plan, **train)))
     return ["train", str(file), *argv]
 
 
@@ -206,3 +216,198 @@ def test_a_loss_that_is_not_a_number_ends_with_exit_code_1(
     assert code == 1, said
     assert said.count("The run was stopped") == 1
     assert "Step " in said and "Traceback" not in said
+
+
+def test_every_key_has_a_default(tmp_path: Path):
+    """A file says only what it wants otherwise, behind a byte order mark or not."""
+    assert config.build({}) == config.Config()
+    file = tmp_path / "short.toml"
+    for text in (b"[train]\n", b"\xef\xbb\xbf[train]\n"):
+        file.write_bytes(text)
+        assert config.read(file) == config.Config()
+    for steps, warmup in ((10, 10), (60, 50)):  # 50 steps, or all of them
+        assert config.build({"train": {"steps": steps}}).train.warmup == warmup
+    assert config.build({"train": {"steps": 10, "warmup": 3}}).train.warmup == 3
+
+
+@pytest.mark.parametrize("text", ["", "# nothing but a remark\n", None])
+def test_a_file_that_sets_nothing_is_refused(text: str | None, tmp_path: Path):
+    """An empty file (/dev/null too) is the wrong one, whatever the command line adds to it."""
+    file = tmp_path / "empty.toml" if text is not None else Path("/dev/null")
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(InputError, match=r"which is empty|it is no regular file"):
+        config.read(file, ["train.steps=3"])
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1),
+    lr=st.floats(1e-6, 1.0),
+    layers=st.none() | st.integers(1, 99),
+    tied=st.none() | st.booleans(),
+)
+def test_what_is_written_reads_back(text: str, lr: float, layers: int | None, tied: bool | None):
+    """config.toml in the run folder holds exactly the configuration that ran."""
+    import tomllib
+
+    given_values = {
+        # no file's name has a zero, and a dollar begins a variable
+        "run": {"folder": text.replace("\0", "0").replace("$", "s")},
+        "train": {"lr": lr},
+        "model": {"layers": layers, "tied": tied},
+    }
+    before = config.build(given_values)
+    assert config.build(tomllib.loads(config.dump(before))) == before
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.steps=7", 7),
+        ("train.decay=linear", "linear"),
+        ("plan.text=dp2 zero3", "dp2 zero3"),
+        ("train.betas=[0.8, 0.9]", (0.8, 0.9)),
+        ("run.folder=a=b", "a=b"),
+        ("run.folder=2024", "2024"),
+        ("train.lr=1", 1.0),
+        ("run.trackers=wandb, mlflow", ("wandb", "mlflow")),
+        ("run.trackers=[]", ()),
+    ],
+)
+def test_an_override_sets_one_key(override: str, expected: object):
+    """--set takes a TOML value, or text where it is none, and replaces the file's."""
+    values = config.override({"train": {"steps": 3}}, [override])
+    section, name = override.partition("=")[0].strip().split(".")
+    assert getattr(getattr(config.build(values), section), name) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "phrases"),
+    [
+        ({"train": {"step": 3}}, ["unknown key train.step", "train.steps"]),
+        ({"steps": 3}, ["unknown key steps", "train.steps"]),
+        ({"model": {"lr": 3}}, ["unknown key model.lr", "train.lr"]),
+        ({"train": {"steps": 0}}, ["train.steps = 0", "greater than or equal to 1"]),
+        ({"train": {"lr": "fast"}}, ['train.lr = "fast"', "a valid number", "train.lr = 0.001"]),
+        ({"train": {"decay": "step"}}, ["'linear', 'constant' or 'wsd'"]),
+        ({"train": {"lr": float("nan")}}, ["train.lr = NaN", "finite"]),
+        ({"train": 3}, ["train = 3", "a section [train]"]),
+        ({"train": {"steps": 7.0}}, ["train.steps = 7.0", "a valid integer", "train.steps = 1000"]),
+        ({"run": {"folder": 8}}, ["run.folder = 8", "a valid string"]),
+        ({"run": {"folder": "a\0b"}}, ["run.folder", "match pattern"]),
+        ({"data": {"field": "\udcff"}}, ["data.field", "unicode"]),
+        ({"run": {"trackers": ["wnb"]}}, ['run.trackers = ["wnb"]', "'wandb' or 'mlflow'"]),
+        ({"train": {"betas": [1.5, 2]}}, ["train.betas = [1.5, 2]", "less than 1", "[0.9, 0.95]"]),
+        ({"train": {"warmup": 60, "steps": 50}}, ["train.steps = 50", "train.warmup = 5."]),
+        ({"train": {"steps": -1}, "data": {"sauce": "x"}}, ["data.sauce", "train.steps"]),
+        ({"data": {"source": ["a", "b"], "weights": [2]}}, ["data.weights = [1.0, 1.0]"]),
+        ({"data": {"source": []}}, ['data.source = ["stdlib"], its default']),
+    ],
+)
+def test_a_bad_value_is_answered_with_its_remedy(values: dict[str, object], phrases: list[str]):
+    """A bad key or value names itself, what is allowed, and what to write instead."""
+    with pytest.raises(InputError) as error:
+        config.build(values)
+    assert all(phrase in str(error.value) for phrase in phrases), str(error.value)
+    assert "pydantic" not in str(error.value)
+
+
+NUMBERS = [
+    (section, name)
+    for section, part in config.Config.model_fields.items()
+    for name, field in type(part.default).model_fields.items()
+    if re.search(r"\b(int|float)\b", str(field.annotation))
+]
+WRONG = st.sampled_from([True, -1, float("nan"), float("inf"), 10**400, [[1]], {}]) | st.text()
+
+
+@settings(deadline=None, max_examples=200)
+@given(key=st.sampled_from(NUMBERS), value=WRONG)
+def test_a_number_is_a_number_in_its_range(key: tuple[str, str], value: object):
+    """No numeric key takes true, a negative or an infinite number, or what is no number at all."""
+    section, name = key
+    with pytest.raises(InputError) as error:
+        config.build({section: {name: value}})
+    assert str(error.value).startswith(f"Given: {section}.{name} = ")
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_an_override_without_its_parts_is_refused():
+    """--set wants a section, a key and a value; one that names a section is told a key of it."""
+    for text in ("steps", "train.steps", "steps=3", ".steps=3", "train.=3"):
+        with pytest.raises(InputError, match=r"section\.key=value"):
+            config.override({}, [text])
+    with pytest.raises(InputError, match=r"Write instead: --set train\.\w+=3"):
+        config.override({}, ["train=3"])
+
+
+def test_a_file_that_is_missing_or_not_toml_is_refused(tmp_path: Path):
+    """The file's name is in the answer."""
+    with pytest.raises(InputError, match=r"absent\.toml"):
+        config.read(tmp_path / "absent.toml")
+    for broken in ("[train\nsteps", "a = " + "9" * 5000, "a = " + "[" * 5000):
+        (tmp_path / "broken.toml").write_text(broken)
+        with pytest.raises(InputError, match=r"broken\.toml, which is not TOML"):
+            config.read(tmp_path / "broken.toml")
+        assert config.override({}, [f"train.steps={broken[4:]}"])["train"]["steps"] == broken[4:]
+    (tmp_path / "long.toml").write_text("#" * 2**23)
+    (tmp_path / "zero.toml").symlink_to("/dev/zero")
+    for name, why in (("long.toml", "larger than 4 MiB"), ("zero.toml", "it is no regular file")):
+        for read in (config.read, cluster_of, table_in, imported):
+            with pytest.raises(InputError, match=why):
+                read(tmp_path / name)
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match=r"bytes\.toml, which cannot be read"):
+        config.read(tmp_path / "bytes.toml")
+
+
+def test_paths_have_variables_as_in_a_shell(monkeypatch: pytest.MonkeyPatch):
+    """Every key that is a path, and what names a folder or a file after a colon."""
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    monkeypatch.setenv("HOME", "/home/me")
+    keys = {
+        "model": ["name"],
+        "data": ["validation_source", "tokens", "cache"],
+        "plan": ["table"],
+        "run": ["folder", "cluster"],
+        "offload": ["folder"],
+    }
+    for text, path in (("~/a", "/home/me/a"), ("$SCRATCH/a", "/scratch/me/a")):
+        built = config.build({part: dict.fromkeys(names, text) for part, names in keys.items()})
+        found = {part: getattr(built, part).model_dump(include={*keys[part]}) for part in keys}
+        assert found == {part: dict.fromkeys(names, path) for part, names in keys.items()}
+    own = {"model": {"name": "hf:~/w"}, "run": {"callbacks": ["$SCRATCH/c.py:make"]}}
+    built = config.build(own | {"data": {"source": ["~/a", "hf:$SCRATCH/b"], "weights": [2, 1]}})
+    assert built.data.source == ("/home/me/a", "hf:/scratch/me/b")
+    assert (built.model.name, *built.run.callbacks) == ("hf:/home/me/w", "/scratch/me/c.py:make")
+    for part, name in (("run", "folder"), ("data", "source")):
+        with pytest.raises(InputError, match=f"{name} = .*variables are set, and ABSENT is not"):
+            config.build({part: {name: "${ABSENT}/a"}})
+
+
+@pytest.mark.parametrize("decay", ["cosine", "linear", "constant", "wsd"])
+def test_the_rate_rises_peaks_and_ends_where_it_should(decay: str):
+    """Warmup is linear to lr, nothing exceeds lr, the last step has the final share of it."""
+    train = config.build(
+        {"train": {"steps": 50, "warmup": 10, "lr": 0.5, "min_lr_ratio": 0.2, "decay": decay}}
+    ).train
+    rates = [learning_rate(step, train) for step in range(50)]
+    assert rates[:10] == pytest.approx([0.05 * (step + 1) for step in range(10)])
+    assert max(rates) == rates[10] == 0.5
+    assert (rates[41] == 0.5) == (decay in ("constant", "wsd"))
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[-1] == pytest.approx(0.5 if decay == "constant" else 0.1)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
+def test_matrices_decay_and_vectors_do_not(name: str):
+    """Also those that Muon's AdamW updates; one pattern for the same weight of all blocks."""
+    train = config.build({"train": {"optimizer": name}}).train
+    spec = optimizer_of(train, gpt.GPT(gpt.SIZES["tiny"]))
+    norms = ("blocks.*.attn_norm", "blocks.*.mlp_norm", "norm")
+    assert [*spec.groups] == [f"{name}.weight" for name in norms]
+    for parameter, dims in (("blocks.2.attn_norm.weight", 1), ("blocks.2.mlp.up.weight", 2)):
+        _, of, own = spec.members[spec.number(parameter, dims)]
+        assert (of.options | own)["weight_decay"] == (0.1 if dims == 2 else 0.0)
+        assert of.options["lr"] == train.lr
