@@ -239,10 +239,6 @@ def enough(
         )
 
 
-def computed_parts(batch: Any, parts: int, word: str, count: Count | None) -> list[Any]:
-    return [filled(part, count) for part in split(batch, parts, word, count)]
-
-
 def filled(batch: Any, count: Count | None = None) -> Any:
     """`batch`, or zeros of weight zero: a rank without rows joins every collective too."""
     if not is_empty(batch, count):

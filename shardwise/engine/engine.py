@@ -334,14 +334,15 @@ class Engine:
         """The result of `call(model)` in eval mode; None if another rank has the last stage."""
         self.flush()
         with self.ledger.phase("check"):
-            own = self.consensus.buffers.lend()
+            buffers = self.consensus.buffers.lend()
         try:
             with kept(self.world.device):
                 return plain(self.passes.evaluate(call))  # whose rows are forgotten at the end
         finally:
             for each in self.sharded.applied:
                 each.end(trains=False)
-            own.put_back()
+            for b, own in buffers:
+                b.data.copy_(own)
             self.data.computes_loss = False
 
     gather = shares.gather

@@ -36,7 +36,7 @@ from shardwise.core.tally import Key, Tally
 from shardwise.core.tools.tree import leaves
 from shardwise.core.zero import Tier
 from shardwise.engine import memory
-from shardwise.engine.batch import computed_parts, split
+from shardwise.engine.batch import filled, split
 from shardwise.engine.checks.consistency import CHECKED_STEPS
 from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
@@ -399,8 +399,8 @@ class _Few(NamedTuple):
 
 def _few(plan: Plan, batch: Any, options: EngineOptions, rank: int, *, brief: bool) -> _Few:
     """With the fewest equal microbatches that keep as much at once as all of them."""
-    parts = computed_parts(batch, plan.microbatches, plan.cut, options.rows)
-    tensors = (leaves(part, Tensor, objects=True) for part in parts)
+    parts = split(batch, plan.microbatches, plan.cut, options.rows)
+    tensors = (leaves(filled(part, options.rows), Tensor, objects=True) for part in parts)
     if len({tuple((x.shape, x.dtype) for x in every) for every in tensors}) > 1:
         return _Few(plan, batch)
     runs = _least(plan.accumulate, 1 if brief else MICROBATCHES)

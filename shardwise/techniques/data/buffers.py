@@ -7,7 +7,6 @@ before the update. A model without buffers sends nothing.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +31,14 @@ class Buffers:
             self._broadcast()
 
     @torch.no_grad()
-    def lend(self) -> "OwnBuffers":
-        """Copy rank 0's buffers to every rank for an evaluation; returns this rank's different
-        ones.
+    def lend(self) -> list[tuple[Tensor, Tensor]]:
+        """Copy rank 0's buffers to every rank for an evaluation. Returns this rank's buffers with
+        other values, and these, which the caller puts back.
         """
         receives = self.follow and any(axis.rank for axis in self.axes)
         before = [(b, b.detach().clone()) for b in self._all()] if receives else []
         self.refresh()
-        return OwnBuffers([(b, own) for b, own in before if not torch.equal(b, own)])
+        return [(b, own) for b, own in before if not torch.equal(b, own)]
 
     def _all(self) -> list[Tensor]:
         # looked up each time: a module may have put another in its place
@@ -56,17 +55,6 @@ class Buffers:
         for axis in self.axes if buffers else []:
             for cuts in _pieces([b.nbytes for b in buffers], axis.pool.most_bytes):
                 _broadcast([(buffers[i], start, stop) for i, start, stop in cuts], axis)
-
-
-@dataclass(frozen=True)
-class OwnBuffers:
-    """Buffers of this rank, and the values that it has put aside."""
-
-    values: Sequence[tuple[Tensor, Tensor]]
-
-    def put_back(self) -> None:
-        for b, own in self.values:
-            b.data.copy_(own)
 
 
 def _pieces(sizes: Sequence[int], most: int) -> Iterator[list[tuple[int, int, int]]]:
