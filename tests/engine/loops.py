@@ -13,7 +13,6 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.world import World
 from tests.engine.cases import settled
-from tests.engine.zoo import make
 
 Loop = Callable[["Side"], None]
 
@@ -80,13 +79,6 @@ def steps(optim: torch.optim.Optimizer, count: int = 3) -> Iterator[int]:
         yield step
         optim.step()
         optim.zero_grad()
-
-
-def alone(ranks: int, loop: Loop, name: str) -> tuple[dict[str, Tensor], list[float]]:
-    """The loop on a plain module and the shares of all ranks."""
-    side = Side(make(name).double(), list(range(ranks)), ranks, False)
-    loop(side)
-    return side.model.state_dict(), side.seen
 
 
 def as_written(side: Side) -> None:

@@ -34,13 +34,9 @@ def deep(width: int = 6) -> nn.Module:
     return settled(stack(width=width))
 
 
-def batch(step: int, rows: int = 16, width: int = 6) -> tuple[Tensor, Tensor]:
-    return vectors(step, rows, width)
-
-
-TASK = rows_task(deep, batch)
+TASK = rows_task(deep, partial(vectors, rows=16))
 #: 4 MB and more of each microbatch between two stages.
-LARGE = rows_task(partial(deep, 64), partial(batch, rows=4 * 8192, width=64))
+LARGE = rows_task(partial(deep, 64), partial(vectors, rows=4 * 8192, width=64))
 
 
 # --- messages -------------------------------------------------------------------------------------
@@ -72,7 +68,7 @@ class Counted:
 
 def engine_of(world: World, word: str) -> Engine:
     engine = build(world, TASK, Case(f"pp2 {word} fp64"))
-    engine.step(mine(engine, batch(0)))
+    engine.step(mine(engine, TASK.batch(0)))
     return engine
 
 
@@ -87,7 +83,7 @@ def counting(world: World, word: str) -> list[tuple[int, int]]:
         for name, each in counted.items():
             begin = each.begin(getattr(queue, name))
             patches.enter_context(patch.object(queue, name, begin))
-        engine.step(mine(engine, batch(1)))
+        engine.step(mine(engine, TASK.batch(1)))
         engine.wait()
     assert not any(any(each.now.values()) for each in counted.values())
     return [(each.all, each.most) for each in counted.values()]
@@ -197,7 +193,7 @@ def failing(world: World, error: Exception) -> None:
             raise error
 
     engine.model.get_submodule("14").register_forward_pre_hook(fail)
-    engine.step(mine(engine, batch(1)))
+    engine.step(mine(engine, TASK.batch(1)))
 
 
 @pytest.mark.parametrize("error", [ArithmeticError("no more"), bad("this", "that", "those")])
