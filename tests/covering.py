@@ -55,19 +55,14 @@ FACTORS: dict[str, list[str]] = {
     "arenas": ["arenas"],
     "layers": ["| blocks.1: zero3", "| head: tp2", "| blocks.0: recompute:full"],
 }
-NONE = ""
 Words = dict[str, str]
 Pair = frozenset[str]
 
 
 def text_of(words: Mapping[str, str]) -> str:
-    chosen = [words.get(factor, NONE) for factor in FACTORS]
+    chosen = [words.get(factor, "") for factor in FACTORS]
     *plain, layers = chosen
     return " ".join(word for word in [*plain, "fp64", layers] if word)
-
-
-def ranks_of(words: Mapping[str, str]) -> int:
-    return Proof(text_of(words)).plan.size
 
 
 def accepted(words: Mapping[str, str]) -> bool:
@@ -119,7 +114,8 @@ def filled(words: Words, left: set[Pair], own: random.Random) -> Words:
 def gain(words: Words, left: set[Pair]) -> float:
     """The pairs that are left and the plan has, for about what its run costs."""
     recorded = {"experts", "activations"} <= words.keys()  # passes, for the loads of experts
-    return len(pairs_of(words) & left) / (1 + ranks_of(words) + 10 * recorded)
+    ranks = Proof(text_of(words)).plan.size
+    return len(pairs_of(words) & left) / (1 + ranks + 10 * recorded)
 
 
 def completed(words: Words, own: random.Random) -> bool:

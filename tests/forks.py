@@ -21,7 +21,7 @@ from shardwise.comm.start.rendezvous import LAUNCHER
 #: What the process that forks has imported; this file among it, so that it knows that process's
 #: environment. The judge's plugin comes first: it changes what is imported.
 IMPORTED = (
-    *(["tests.mutated"] if "SHARDWISE_TESTS_MUTATION" in os.environ else []),
+    *(["tests.mechanical"] if "SHARDWISE_TESTS_MUTATION" in os.environ else []),
     *("torch._dynamo", "shardwise.verify.command", "shardwise.train.prepare"),
     *("shardwise.train.loop", "tests.pool", "tests.forks", "tests.programs"),
     *("torch.distributed.run", "matplotlib.backends.backend_svg"),

@@ -15,12 +15,18 @@ out, and the first two arguments of functions that do not tell them apart.
 """
 
 import ast
+import importlib.machinery
+import os
 import random
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import pytest
 
 PACKAGE = Path(__file__).parents[1] / "shardwise"
 #: The environment variable that names the fault of a process.
@@ -219,3 +225,28 @@ def _by_function(folder: str) -> list[dict[str, list[str]]]:
             function, rule, _ = site.name.split(" | ", 2)
             found[function][rule.split()[0]].append(site.name)
     return [dict(rules) for rules in found.values()]
+
+
+# --- the fault of this process, and of those that ranks are forked from --------------------------
+
+
+def put_in(name: str) -> None:
+    """A fault of the catalogue; or a drawn one, with which its file is compiled when imported."""
+    patch = pytest.MonkeyPatch()
+    if " | " not in name:
+        from tests.verify.test_mutations import NAMED
+
+        NAMED[name].apply(patch)
+        return
+    file, real = PACKAGE / name.partition(":")[0], importlib.machinery.SourceFileLoader.get_code
+
+    def get_code(loader: Any, module: str) -> CodeType | None:
+        if Path(loader.get_filename(module)) != file:
+            return real(loader, module)
+        return compile(with_fault(file, name), str(file), "exec", dont_inherit=True)
+
+    patch.setattr(importlib.machinery.SourceFileLoader, "get_code", get_code)
+
+
+if VARIABLE in os.environ:
+    put_in(os.environ[VARIABLE])

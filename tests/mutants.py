@@ -31,7 +31,7 @@ from tests import mechanical
 FILE = Path(__file__).with_suffix(".txt")
 EQUIVALENT = "equivalent: "
 HANGS_S = 300
-OPTIONS = ["-q", "-p", "no:cacheprovider", "--tb=no", "-p", "tests.mutated", "-m"]
+OPTIONS = ["-q", "-p", "no:cacheprovider", "--tb=no", "-m"]
 #: Tests that put mutations of their own into the package.
 OWN = "tests/verify/test_mutations.py"
 #: What the process that forks has imported.
@@ -100,6 +100,7 @@ def _pytest(fault: str, arguments: list[str]) -> int:
     import pytest
 
     os.environ[mechanical.VARIABLE] = fault
+    mechanical.put_in(fault)
     return pytest.main(arguments)
 
 

@@ -62,10 +62,8 @@ class MegatronAttention(nn.Module):
     def __init__(self, shape: MegatronShape) -> None:
         super().__init__()
         self.width, self.core = shape.hidden // shape.heads, MegatronCore()
-        self.q = nn.Linear(shape.hidden, shape.hidden)
-        self.k = nn.Linear(shape.hidden, shape.hidden)
-        self.v = nn.Linear(shape.hidden, shape.hidden)
-        self.out = nn.Linear(shape.hidden, shape.hidden)
+        linears = (nn.Linear(shape.hidden, shape.hidden) for _ in range(4))
+        self.q, self.k, self.v, self.out = linears
 
     def forward(self, x: Tensor) -> Tensor:
         def heads(y: Tensor) -> Tensor:
