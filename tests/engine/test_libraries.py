@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import pytest
@@ -102,10 +101,6 @@ def text(rows: int, seed: int) -> torch.Tensor:
     return torch.randint(32, (rows, 8), generator=torch.Generator().manual_seed(seed))
 
 
-def build(name: str, options: dict[str, Any]) -> Any:
-    return adapted(name, **options), loss_fn, text
-
-
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", ["tp2 sp", "dp2 zero3"])
 @pytest.mark.parametrize(
@@ -124,7 +119,8 @@ def build(name: str, options: dict[str, Any]) -> Any:
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning")
 def test_adapters_train_as_on_one_process(name: str, options: dict[str, Any], plan: str):
     """Loss, gradients, weights, bytes and memory hold under tensor parallelism, sp and zero3."""
-    found = shortly(f"{plan} fp64", user.of_function("adapted", partial(build, name, options)))
+    made = user.of_function("adapted", lambda: (adapted(name, **options), loss_fn, text))
+    found = shortly(f"{plan} fp64", made)
     assert found.holds, found
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import shardwise as sw
 from shardwise.comm.transport import Lease
@@ -223,12 +224,10 @@ def laid_out(world: World, how: str) -> nn.Module:
     return sw.parallelize(model, how, world, loss=squares, table=table).model
 
 
-def averaged(model: nn.Module) -> object:
-    return torch.optim.swa_utils.AveragedModel(model)
-
-
 def refused(world: World, how: str) -> list[str]:
-    acts = (sw.unwrap,) if how in UNWRAPPED else (copy.deepcopy, pickle.dumps, by_torch, averaged)
+    acts = (
+        (sw.unwrap,) if how in UNWRAPPED else (copy.deepcopy, pickle.dumps, by_torch, AveragedModel)
+    )
     return [refusal(partial(act, laid_out(world, how))) for act in acts]
 
 

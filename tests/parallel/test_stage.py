@@ -81,8 +81,15 @@ def writes_later(m: Any, x: Tensor) -> Tensor:
 
 
 def class_token() -> nn.Module:
-    """Parameters of the root, used before the first layer and, from a list, after the last."""
-    model = Stack(glue=lambda m, x: through(m, x + m.token) * m.scales[1] + m.kept[0])
+    """Parameters of the root, used before the first layer, in each stage and, from a list, last."""
+
+    def glue(m: Any, x: Tensor) -> Tensor:
+        x = x + m.token
+        for block in m.blocks:
+            x = block(x) * (1 + m.scales[1])
+        return x + m.kept[0]
+
+    model = Stack(glue=glue)
     model.token = nn.Parameter(torch.zeros(WIDTH))
     vars(model)["kept"] = [model.token]
     model.scales = nn.ParameterList(torch.zeros(()) for _ in range(2))
@@ -211,7 +218,7 @@ CASES = [
     *(
         (name, plan)
         for name in ("in place", "in place later", "class token")
-        for plan in ("pp2 interleaved:2x2", "pp2 zb-v:2")
+        for plan in ("pp2 interleaved:2x2", "pp2 zb-v:2", "pp2 dp2 zero3 zb-v:2")
     ),
     ("listed", "pp2 gpipe:2"),
 ]
