@@ -24,6 +24,7 @@ from shardwise.core.buffer_sizes import pool_bytes
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import PIPELINE
 from shardwise.core.tally import Key, Tally, by_kind, sent_bytes
+from shardwise.core.tools.hook import nothing
 from shardwise.core.tools.structure import plain_key
 from shardwise.engine import batch as shares
 from shardwise.engine import memory, step_end
@@ -89,7 +90,7 @@ class Engine:
         every = options.checks.rerun
         self.passes = Passes(model, units, self._objective, every, self.optimizer, self.guard)
         self.steps = self.steps_run = 0  # of the run, and of this engine
-        self.coming: state.Loading | None = None  # a checkpoint that is being loaded
+        self.give: Callable[[], None] = nothing  # the states of a checkpoint that is being loaded
         self.shares_compared = False  # whether data ranks have compared a batch
         self.weights: LossWeights | None = None  # of a step that has not ended, or raised
         self.unread: PendingResult | None = None  # of the last step, until it is reported
@@ -386,14 +387,13 @@ class Engine:
         validate.scalars(scalars)
         self.data.units.to_sharded()
         at = self.model, self.sharded, self.optimizer
-        self.coming = state.Loading(*at, saved, scalars)
+        boxes, self.give = state.loading(*at, saved, scalars)
         self.data.units.begin_unshard()
-        return self.coming.boxes
+        return boxes
 
     def loaded(self) -> None:
-        if self.coming is not None:
-            self.coming.give()
-            self.coming = None
+        self.give()
+        self.give = nothing
         state.refresh(self.optimizer, self.data.units)
 
     def scalars(self) -> dict[str, Any]:

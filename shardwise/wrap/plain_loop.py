@@ -154,11 +154,11 @@ class PlainLoop:
         self.options = self._saved_options(scalars.get("groups", ()))
         held = [] if self.optimizer is None else self.held
         values = scalars.get("states", {})
-        self.coming = optimizer_state.incoming(self._states, held, saved, values, lambda _: ())
+        states, self.give = optimizer_state.incoming(self._states, held, saved, values)
         extra, self.give_extra = extra_state.incoming(
             self.module, saved, scalars.get("modules", {})
         )
-        return [*self._model(), *self.coming.boxes, *extra]
+        return [*self._model(), *states, *extra]
 
     def _saved_options(
         self, groups: Sequence[Mapping[str, Any]]
@@ -184,7 +184,7 @@ class PlainLoop:
     def loaded(self) -> None:
         """The boxes are filled: the optimizer and the modules get what was saved."""
         if self.optimizer is not None:
-            self.coming.give(self.optimizer.state)
+            self.give(self.optimizer.state)
         for group, options in self.options:
             put(group, options)
         self.give_extra()

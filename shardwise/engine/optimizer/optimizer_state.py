@@ -52,21 +52,6 @@ class HeldParameter:
     make: Room
 
 
-@dataclass(frozen=True)
-class Incoming:
-    """States to load: boxes to fill, then the states of the parameters that have one."""
-
-    boxes: list[Box]
-    states: list[tuple[HeldParameter, State]]
-
-    def give(self, into: dict[Any, State]) -> None:
-        for held, state in self.states:
-            if state:
-                into[held.param] = state
-            else:
-                into.pop(held.param, None)
-
-
 def outgoing(
     states: Mapping[Any, State], every: Sequence[HeldParameter]
 ) -> tuple[list[Box], State]:
@@ -103,9 +88,10 @@ def incoming(
     every: Sequence[HeldParameter],
     saved: Catalogue,
     values: Mapping[str, State],
-    expected: Callable[[HeldParameter], Iterable[str]],
-) -> Incoming:
-    """The states that a checkpoint has of these parameters, in new memory or that of `states`.
+    expected: Callable[[HeldParameter], Iterable[str]] = lambda _: (),
+) -> tuple[list[Box], Callable[[dict[Any, State]], None]]:
+    """Boxes to fill with the states that a checkpoint has of these parameters, in new memory or
+    that of `states`; and the function that then puts them into an optimizer's states.
 
     `expected` are the keys of a state.  For a key that a saved state lacks there is a box that the
     checkpoint does not have: loading refuses it.
@@ -141,7 +127,15 @@ def incoming(
             for key in missing
         ]
         found.append((held, state))
-    return Incoming(boxes, found)
+
+    def give(into: dict[Any, State]) -> None:
+        for held, state in found:
+            if state:
+                into[held.param] = state
+            else:
+                into.pop(held.param, None)
+
+    return boxes, give
 
 
 def _room(

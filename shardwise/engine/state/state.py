@@ -61,36 +61,31 @@ def merged(own: dict[str, dict[str, Any]], world: World) -> dict[str, dict[str, 
     return {kind: {k: v for each in every for k, v in each[kind].items()} for kind in own}
 
 
-class Loading:
-    """A checkpoint's tensors `saved` and its scalars, on their way into an engine.
-
-    boxes    what to fill; the engine is as it was
-    give()   then: the optimizer and the modules get their states
+def loading(
+    model: nn.Module,
+    sharded: ShardedModel,
+    optimizer: ShardedOptimizer,
+    saved: Catalogue,
+    scalars: Mapping[str, Any],
+) -> tuple[list[Box], Callable[[], None]]:
+    """The boxes to fill from a checkpoint with these tensors and scalars, and the function that
+    gives the optimizer and the modules their states.
     """
+    states, give_states = incoming(
+        optimizer.states.every(),
+        held_parameters(optimizer),
+        saved,
+        scalars.get("states", {}),
+        expected=_expected(optimizer, saved, scalars),
+    )
+    extra, give_extra = extra_state.incoming(model, saved, scalars.get("modules", {}))
+    fixed = [*weights(sharded.flats, optimizer), *buffers(model, sharded)]
 
-    def __init__(
-        self,
-        model: nn.Module,
-        sharded: ShardedModel,
-        optimizer: ShardedOptimizer,
-        saved: Catalogue,
-        scalars: Mapping[str, Any],
-    ) -> None:
-        self.optimizer = optimizer
-        self.states = incoming(
-            optimizer.states.every(),
-            held_parameters(optimizer),
-            saved,
-            scalars.get("states", {}),
-            expected=_expected(optimizer, saved, scalars),
-        )
-        extra, self.give_extra = extra_state.incoming(model, saved, scalars.get("modules", {}))
-        fixed = [*weights(sharded.flats, optimizer), *buffers(model, sharded)]
-        self.boxes = [*fixed, *self.states.boxes, *extra]
+    def give() -> None:
+        give_states(optimizer.state)
+        give_extra()
 
-    def give(self) -> None:
-        self.states.give(self.optimizer.state)
-        self.give_extra()
+    return [*fixed, *states, *extra], give
 
 
 def weights(flats: Sequence[Flat], optimizer: ShardedOptimizer) -> list[Box]:
