@@ -95,14 +95,15 @@ def suggest(word: str, known: Iterable[str], cutoff: float = 0.0) -> str:
 
 
 def suggestions(word: str, known: Iterable[str], count: int, cutoff: float = 0.0) -> list[str]:
-    """Up to `count` words, the most similar first; of equal ones, one with the same first letter.
-    Typing errors are rarely in the first letter ("dpp2" is dp2, not pp2).
+    """Up to `count` words, the most similar first: those that `word` begins, and of equal ones one
+    with the same first letter.  Typing errors are rarely in it ("dpp2" is dp2, not pp2).
     """
     similarity = SequenceMatcher(b=word)
     found: list[tuple[float, bool, str]] = []
     for each in known:
         similarity.set_seq1(each)
-        found.append((similarity.ratio(), each[:1] == word[:1], each))
+        begun = similarity.ratio() + (word != "" and each.startswith(word))
+        found.append((begun, each[:1] == word[:1], each))
     return [each for ratio, _, each in sorted(found, reverse=True)[:count] if ratio >= cutoff]
 
 
