@@ -12,6 +12,7 @@ import torch
 import typer
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.cli.verify import verify_command
 from shardwise.comm.world import World
@@ -121,6 +122,11 @@ class Attention(nn.Module):
         return 4 * self.head(y.mean(1))
 
 
+class Recomputes(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
 class Teaches(nn.Module):
     """A teacher without gradients before its student; the loss calls both, and not the model."""
 
@@ -150,6 +156,10 @@ RIGHT: dict[str, tuple[str, Callable[[], nn.Module], Callable[..., Tensor], tupl
     ),
     # in their phases, after an evaluation too; the teacher is not gathered in the backward
     "a loss that calls modules": ("dp2 zero3 fp64", Teaches, compared, (6,)),
+    "recomputation by the model itself": (
+        *("dp2 zero3 bf16", lambda: nn.Sequential(Recomputes(6, 6), nn.Linear(6, 6))),
+        *(lambda m, x: m(x).float().square().mean(), (6,)),
+    ),
 }
 
 

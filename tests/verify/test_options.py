@@ -211,7 +211,7 @@ def single(model: nn.Module, batch: Tensor) -> Tensor:
         (linear, {"x": ROWS, "y": ROWS[:4]}, mean, "rows"),
         (linear, ROWS[:0], mean, "tensors have no rows"),
         (linear, 5, mean, "batch=, an example batch"),
-        (linear, lambda _: ROWS, mean, "make_batch of the model .*Write instead: def make_batch"),
+        (linear, lambda _: ROWS, mean, "TypeError.*make_batch.rows, seed."),
         (linear, lambda *_: ROWS[:1], mean, "returns 1 rows.*make_batch.rows, seed."),
         (linear, lambda rows, _: torch.ones(rows // 0), mean, "ZeroDivisionError.*test_options.py"),
         (linear, lambda rows, _: torch.rand(rows, 2), mean, "which ignores its seed"),
@@ -252,10 +252,7 @@ def test_what_only_a_rank_finds_is_answered_once(capsys: pytest.CaptureFixture[s
     """Each rank refuses the model: the command says it once, without traceback, and ends with 2."""
     code, _, said = ended(capsys, "verify", "pp2", "--model", f"{small.__file__}:asks")
     assert code == 2
-    assert re.match(
-        r"Given: item of a tensor that comes from sum after .*, in small\.py:\d+: it reads values",
-        said,
-    )
+    assert re.match(r"Given: item of a tensor that comes from sum after .*, in small\.py:\d+", said)
     assert said.count("Write instead:") == 1
     assert said.count("\n") == 1
 

@@ -20,7 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.verify.oracles.oracle import Lowered, Microbatches, Task, Weights, in_eval_mode
+from shardwise.verify.oracles.oracle import (
+    Lowered,
+    Microbatches,
+    Task,
+    Weights,
+    backward,
+    in_eval_mode,
+)
 
 #: The version of stage s that microbatch i uses: the number of updates of its weights.
 Rule = Callable[[int, int], int]
@@ -82,8 +89,9 @@ class AsyncOracle:
     def _learn(self, part: Any, share: float, sums: dict[str, Tensor | None]) -> float:
         params = self.weights.params
         loss = self.task.loss_of(self.model, part, self.dtype)
-        found = torch.autograd.grad(loss * share, list(params.values()), allow_unused=True)
-        for name, gradient in zip(params, found, strict=True):
+        backward(loss * share, self.dtype)
+        for name, p in params.items():
+            gradient, p.grad = p.grad, None
             if gradient is not None:
                 more, before = gradient.to(self.weights.masters[name].dtype), sums[name]
                 sums[name] = more if before is None else before + more

@@ -31,6 +31,7 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
@@ -118,6 +119,15 @@ class Lowered(TorchFunctionMode):
 
     def _lower(self, x: Tensor) -> Tensor:
         return x.to(self.dtype) if x.is_floating_point() else x
+
+
+def backward(loss: Tensor, dtype: torch.dtype) -> None:
+    """Differentiate; a model that recomputes by itself computes as in its forward pass. torch
+    disables the mode while it handles `loss.backward()`.
+    """
+    with Lowered(dtype):
+        ones, found = torch.ones_like(loss), {"allow_unreachable": True, "accumulate_grad": True}
+        _engine_run_backward((loss,), (ones,), False, False, (), **found)
 
 
 def _with_z_loss(
@@ -294,7 +304,7 @@ class Oracle:
         for part in parts:
             loss = self.task.loss_of(self.model, part, self.dtype)
             tokens = float(self.task.tokens(part))
-            (loss * (tokens * share / total * self.loss_scale)).backward()
+            backward(loss * (tokens * share / total * self.loss_scale), self.dtype)
             summed += loss.item() * (tokens / total if len(parts) > 1 else 1.0)
         found = dict[str, Tensor | None]()
         for name, p in self.weights.params.items():
