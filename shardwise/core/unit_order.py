@@ -99,7 +99,8 @@ class UnitOrder:
         acts = self._free_latest(unit)
         state.used = True
         uses.use(unit)
-        following = uses.following(self.ahead)
+        # a repetition may not come in a pass that ends without a backward pass
+        following = (n for n in uses.following(self.ahead) if self.recorded or n not in uses.used)
         return [*acts, Act("use", unit), *(Act("gather", n) for n in following)]
 
     def returned(
@@ -129,9 +130,13 @@ class UnitOrder:
         return acts
 
     def end_evaluation(self) -> list[Act]:
-        """A forward pass that is not recorded ends: free what it kept."""
-        self.uses[self.stage].ended = True
-        return self._free(n for n in self.forward if self.units[n].unwatched)
+        """A forward pass that is not recorded ends: free what it kept, or gathered for a use that
+        has not come.
+        """
+        uses = self.uses[self.stage]
+        early = {n for n in uses.following(self.ahead) if not self.units[n].used}
+        uses.ended = True
+        return self._free(n for n in self.forward if n in early or self.units[n].unwatched)
 
     def _free_latest(self, now: int | None) -> list[Act]:
         before, self.latest = self.latest, None

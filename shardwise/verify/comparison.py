@@ -75,15 +75,8 @@ class Comparison:
         nearest = self.oracles.nearest.model  # in the precision of the run
         self.choices = Choices(nearest)
         self.first = {name: b.clone() for name, b in nearest.named_buffers()}
-        self.uses = self._uses()
-
-    def _uses(self) -> textbook.Uses:
-        oracle = self.oracles.exact
-        few = self.batch(ROWS, SEED, next(oracle.model.parameters()).device)
-        with textbook.Uses(oracle.model) as uses:
-            in_eval_mode(oracle.model, lambda m: oracle.task.loss_of(m, few, oracle.dtype))
+        self.uses = uses_of(self.oracles.exact, self.batch)
         self.choices.evaluated.clear()
-        return uses
 
     def apart(self) -> "Comparison":
         twin = copy(self)
@@ -301,6 +294,15 @@ class Comparison:
             Box.full("outputs/outputs", found),
         )
         self.errors.append(compared("outputs", [box], outputs, self.oracles.unit))
+
+
+def uses_of(
+    oracle: Oracle | AsyncOracle, batch: Callable[[int, int, torch.device], Any]
+) -> textbook.Uses:
+    few = batch(ROWS, SEED, next(oracle.model.parameters()).device)
+    with textbook.Uses(oracle.model) as uses:
+        in_eval_mode(oracle.model, lambda m: oracle.task.loss_of(m, few, oracle.dtype))
+    return uses
 
 
 def compare(

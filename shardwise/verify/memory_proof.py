@@ -74,11 +74,13 @@ def over_steps(
     dry: DryTwin,
     own: Collection[tuple[str, str]] = (),
     loads: Callable[[int], Sequence[Loads]] = lambda _: (),
+    uses: textbook.Uses | None = None,
 ) -> Memory:
     """Train `engine`, which was built under `live`, on `batch(step)`; called by all ranks.
 
     `dry` is its dry run. `own` are the attributes that the model has in one process too;
-    `loads(step)` are its experts'. The result has only categories that differ from the dry run.
+    `loads(step)` are its experts', `uses` those of its weights. The result has only categories that
+    differ from the dry run.
     """
     built = attributes(engine.model)
     read: dict[str, int] = {}
@@ -93,7 +95,7 @@ def over_steps(
             sent, events = dry.events(engine, share)
             with live, measuring(engine, share, peaks=False) as seen:
                 engine.step(share)
-            peaks = _peaks(seen, events)
+            peaks = _peaks(seen, events, uses)
             if len(set(peaks.get("peak", ()))) > 1:
                 theory["peak of a step"], read["peak of a step"] = peaks["peak"]
         else:
@@ -125,7 +127,9 @@ def over_steps(
     return Memory(read, theory, strays, replace(costs, peaks=peaks))
 
 
-def _peaks(seen: StepMeter, events: Sequence[Event]) -> dict[str, tuple[int, int]]:
+def _peaks(
+    seen: StepMeter, events: Sequence[Event], uses: textbook.Uses | None
+) -> dict[str, tuple[int, int]]:
     """The most bytes of a step by name: predicted or bounded, and measured."""
     engine, plan = seen.engine, seen.engine.plan
 
@@ -136,7 +140,7 @@ def _peaks(seen: StepMeter, events: Sequence[Event]) -> dict[str, tuple[int, int
     if events:
         found["peak"] = most(events, OWNED), most(seen.events, OWNED)
     if plan.pipeline is None and not engine.recompute.kinds:
-        gathered = _gathered_most(engine), most(seen.events, (GATHERED,))
+        gathered = _gathered_most(engine, uses), most(seen.events, (GATHERED,))
         found |= {"gathered": gathered} if any(gathered) else {}
     if events and plan.pipeline is None and not experts_in(engine.model):
         bound = int(most(events, (KEPT,)) * SAVED_BY_KERNELS) + SLACK_BYTES
@@ -146,14 +150,19 @@ def _peaks(seen: StepMeter, events: Sequence[Event]) -> dict[str, tuple[int, int
     return found
 
 
-def _gathered_most(engine: Engine) -> int:
+def _gathered_most(engine: Engine, uses: textbook.Uses | None) -> int:
+    """All units if a pass calls one twice, or reads weights outside of the calls; else a few."""
+    own = {module for unit in engine.data.units.order for module in unit.modules}
+    names = [name for name, module in engine.model.named_modules() if module in own]
+    again = uses is not None and (uses.outside or any(uses.calls[name] > 1 for name in names))
+    few = None if again else 2 + engine.data.pace.ahead
     stay, others = 0, list[int]()
     for unit in engine.data.units.order:
         flats = [flat for flat in unit.groups if flat.reshards]
         stored = sum(flat.plan.padded * flat.shard.element_size() for flat in flats)
         stay += stored * unit.state.stays
         others += [] if unit.state.stays else [stored]
-    return stay + sum(sorted(others, reverse=True)[: 2 + engine.data.pace.ahead])
+    return stay + sum(sorted(others, reverse=True)[:few])
 
 
 def _beside(engine: Engine) -> dict[str, tuple[int, int]]:

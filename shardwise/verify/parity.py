@@ -33,7 +33,7 @@ from shardwise.observe.dry_engine import ALONE
 from shardwise.observe.dry_twin import DryTwin
 from shardwise.observe.meter import Live
 from shardwise.observe.work import kernels_of
-from shardwise.verify.comparison import compare, drawn
+from shardwise.verify.comparison import compare, drawn, uses_of
 from shardwise.verify.finding import Finding
 from shardwise.verify.inputs import Options, without_dropout
 from shardwise.verify.memory_proof import EVALUATED_STEP, attributes, over_steps
@@ -106,7 +106,8 @@ def _prove(
             routed.finish()  # as the evaluation does
         return routed.step(equal_batch(trainable, engine, step), SEED + step)
 
-    over = over_steps(engine, live, batch, dry(clip), own, loads)
+    uses = uses_of(oracles.exact, trainable.batch)
+    over = over_steps(engine, live, batch, dry(clip), own, loads, uses)
     return replace(  # the bytes shown are those that differ
         found,
         costs=replace(over.costs if found.costs.hold else found.costs, peaks=over.costs.peaks),

@@ -156,6 +156,11 @@ RIGHT: dict[str, tuple[str, Callable[[], nn.Module], Callable[..., Tensor], tupl
     ),
     # in their phases, after an evaluation too; the teacher is not gathered in the backward
     "a loss that calls modules": ("dp2 zero3 fp64", Teaches, compared, (6,)),
+    # after an evaluation as before it
+    "a loss that calls the model twice, and reads its weights": (
+        *("dp2 zero3 fp64", lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)))),
+        *(lambda m, x: m(x).square().mean() + m(2 * x).mean() + m[4].weight.mean(), (6,)),
+    ),
     "recomputation by the model itself": (
         *("dp2 zero3 bf16", lambda: nn.Sequential(Recomputes(6, 6), nn.Linear(6, 6))),
         *(lambda m, x: m(x).float().square().mean(), (6,)),
