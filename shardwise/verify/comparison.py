@@ -299,6 +299,7 @@ class Comparison:
 def uses_of(
     oracle: Oracle | AsyncOracle, batch: Callable[[int, int, torch.device], Any]
 ) -> textbook.Uses:
+    """How a pass of the oracle's model uses its weights."""
     few = batch(ROWS, SEED, next(oracle.model.parameters()).device)
     with textbook.Uses(oracle.model) as uses:
         in_eval_mode(oracle.model, lambda m: oracle.task.loss_of(m, few, oracle.dtype))
