@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffload
 
 import shardwise as sw
 from shardwise.comm.world import World
@@ -66,7 +67,8 @@ def wrap(how: str, model: nn.Module, world: World) -> nn.Module:
         return sw.Pipe(model, 1, world=world)
     strategy, _, offload = how.partition(" ")
     options: dict[str, Any] = {"shard_size": 2 if "HYBRID" in how else None}
-    return sw.FSDP(model, strategy, units=1, world=world, cpu_offload=bool(offload), **options)
+    options["cpu_offload"] = CPUOffload(offload_params=bool(offload))
+    return sw.FSDP(model, strategy, units=1, world=world, **options)
 
 
 def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:

@@ -42,12 +42,6 @@ CUT: dict[str, tuple[Callable[[], nn.Module], int, tuple[str, ...]]] = {
     "blocks of equal weight": (small, 3, ("blocks.2", "blocks.4")),
     "heavy ends": (lambda: small(vocabulary=200), 3, ("blocks.1", "blocks.5")),
     "a tied head weighs twice": (lambda: small(6, True, 200), 3, ("blocks.1", "blocks.5")),
-    "one stage": (small, 1, ()),
-    "classes of their own": (
-        lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))),
-        2,
-        ("0.1",),
-    ),
     "more stages than blocks": (
         lambda: small(2, vocabulary=112),
         4,
@@ -69,8 +63,6 @@ CUT: dict[str, tuple[Callable[[], nn.Module], int, tuple[str, ...]]] = {
         ("blocks.1",),
     ),
     "llama": (lambda: find("toy:llama").build(), 2, ("model.layers.1",)),
-    "gpt2": (lambda: find("toy:gpt2").build(), 2, ("transformer.h.1",)),
-    "bert": (lambda: find("toy:bert").build(), 2, ("bert.encoder.layer.1",)),
     "an encoder and a decoder": (
         lambda: find("toy:bart").build(),
         4,
@@ -118,25 +110,6 @@ def test_a_plan_counts_the_blocks_of_stages(counts: tuple[int, ...]):
         assert any("embed" in name for name in names) == (rank == 0)
         assert any("head" in name for name in names) == (rank == 2)
         first += count
-
-
-OUT_OF_ORDER = {
-    "bart": ("model.encoder.layernorm_embedding", "model.encoder.layers.0"),
-    "camembert": ("roberta.encoder.layer.0", "lm_head.dense"),
-    "opt": ("model.decoder.layers.1", "model.decoder.final_layer_norm"),
-    "mpnet": ("mpnet.encoder.relative_attention_bias", "mpnet.encoder.layer.0"),
-    "xlm": ("transformer.ffns.0", "transformer.attentions.1"),
-}
-
-
-@pytest.mark.parametrize("name", OUT_OF_ORDER)
-def test_what_transformers_defines_out_of_order_is_known(name: str):
-    """A norm after the blocks that it stands before, a head before the blocks it stands on."""
-    pytest.importorskip("transformers")
-    trainable = find(f"toy:{name}")
-    calls = calls_of(trainable.build(), trainable.loss)
-    first, second = (calls[module][0] for module in OUT_OF_ORDER[name])
-    assert first < second
 
 
 class Clock(threading.local):

@@ -18,13 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
-from shardwise.core.mesh import Mesh
 from shardwise.models import gpt
 from shardwise.observe.meter import Meter
 from shardwise.techniques.recompute.checkpointed import FULL, SELECTIVE, Recomputed
 from shardwise.techniques.recompute.choice import chosen
 from shardwise.techniques.recompute.host_activations import SMALL_BYTES
-from shardwise.techniques.recompute.kept import Generators, Inputs
+from shardwise.techniques.recompute.kept import Generators
 from tests.engine.cases import Case, build, regression, rows_task, settled, small_gpt
 from tests.engine.zoo import Stack
 from tests.pool import run_threads
@@ -51,20 +50,6 @@ def test_a_pipeline_rank_frees_recomputed_layers_of_others(normed: bool):
         assert run_threads(2, freed, normed) == [True, True]
     finally:
         gc.enable()
-
-
-def taken(world: World) -> tuple[bool, bool]:
-    """Whether an input is freed after the first forward, and comes back for the second."""
-    x = torch.arange(15.0, requires_grad=True)
-    inputs, whole = Inputs(world.on(Mesh((("tp", 2),))).axis("tp"), x), ref(x)
-    expected = inputs.take().tolist()
-    del x
-    return whole() is None, inputs.take().tolist() == expected
-
-
-def test_an_input_is_not_kept_whole():
-    """`recompute:partitioned`: of the tensor that a module was given only a piece is left."""
-    assert run_threads(2, taken) == [(True, True)] * 2
 
 
 # --- activations in host memory -----------------------------------------------------------------

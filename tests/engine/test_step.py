@@ -104,7 +104,7 @@ def test_a_step_that_raises_and_is_caught_leaves_nothing_behind(row, where, micr
 
 def whole_at_once(world: World, plan: str, prefetch: int) -> tuple[int, int, bool, list[float]]:
     """The most units whole or coming, the most reductions under way, none left over; losses."""
-    make_deep = partial(settled, Stack(*[Block(40) for _ in range(8)]))
+    make_deep = partial(settled, Stack(*[Block(40) for _ in range(16)]))
     task = Task(make_deep, vectors, regression, None)
     engine = build(world, task, Case(plan, units=Block, prefetch=prefetch))
     data, most, flying = engine.data, [0], [0]
@@ -121,17 +121,19 @@ def whole_at_once(world: World, plan: str, prefetch: int) -> tuple[int, int, boo
     for step in range(2):
         losses.append(engine.step(mine(engine, vectors(step))).loss)
         engine.evaluate(mine(engine, vectors(step)))
-    assert len(data.units.order) == 8
+    assert len(data.units.order) >= 8
     left = any(flat.full.untyped_storage().nbytes() for flat in engine.flats)
     return most[0], flying[0], left, losses
 
 
+@pytest.mark.parametrize("plan", ["dp2 zero3", "dp2 pp2 zero3 1f1b:2"])
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
-def test_few_units_are_whole_at_once(prefetch, monkeypatch: pytest.MonkeyPatch):
+def test_few_units_are_whole_at_once(prefetch, plan, monkeypatch: pytest.MonkeyPatch):
     """The unit in use, those gathered ahead, the last one kept; two reductions; losses of ddp."""
     monkeypatch.setattr("shardwise.techniques.data.apply.LEAST_BYTES", 0)
     *_, wanted = run_threads(2, whole_at_once, "dp2 fp64", prefetch)[0]
-    for most, flying, left, losses in run_threads(2, whole_at_once, "dp2 zero3 fp64", prefetch):
+    found = run_threads(ranks_of(plan), whole_at_once, f"{plan} fp64", prefetch)
+    for most, flying, left, losses in found:
         assert losses == pytest.approx(wanted, rel=1e-10)
         assert most <= prefetch + 2
         assert flying <= 3  # a third one begins before the first of the two others is waited for

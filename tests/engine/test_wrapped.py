@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.plan.plan import Plan
 from shardwise.models import hf as hf_models
-from shardwise.techniques.data.apply import driver_of
+from shardwise.techniques.data.apply import driver_of, flats_of
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.wrap.wrap import STRATEGIES
 from tests.engine import loops
@@ -30,7 +30,7 @@ State = dict[str, Tensor]
 
 
 def ranks_of(how: str) -> int:
-    if how not in WAYS:
+    if how.partition(" ")[0] not in WAYS:
         return Plan.parse(how).size
     return 4 if "HYBRID" in how else 2
 
@@ -62,6 +62,10 @@ def kept(world: World, how: str) -> dict[str, bool]:
     )
     out(rows(0, world.rank)).sum().backward()
     hook.remove()
+    flats = flats_of(data_of(out).units.order)
+    held = [x.detach() for p in out.parameters() for x in (p, p.grad) if x is not None]
+    place = "host" if "offload" in how else "device"
+    facts["place"] = {flats[0].tiers.of(x) for x in held} == {place}
     after = [(n, id(p)) for n, p in out.named_parameters()], list(out.state_dict())
     facts["class"] = out is model and type(out) is kind
     facts["names"], facts["shapes inside"] = before == after, inside == [True]
@@ -71,11 +75,11 @@ def kept(world: World, how: str) -> dict[str, bool]:
     result = out.load_state_dict(start)
     plain = make("twice").double()
     facts["used"] = torch.allclose(out(rows(1, 1)), plain(rows(1, 1)), rtol=1e-12)
-    held = out.state_dict()
-    facts["loaded"] = same(held, start) and not result.missing_keys and not result.unexpected_keys
+    state = out.state_dict()
+    facts["loaded"] = same(state, start) and not result.missing_keys and not result.unexpected_keys
     optim.step()
     # a copy; unsharded it is views, as of any module
-    facts["a copy"] = how in ("DDP", "NO_SHARD") or same(held, start)
+    facts["a copy"] = how in ("DDP", "NO_SHARD") or same(state, start)
     return facts
 
 
@@ -85,10 +89,12 @@ def same(state: State, other: State) -> bool:
 
 @pytest.mark.cases(3)
 @pytest.mark.parametrize(
-    "how", ["FULL_SHARD", "DDP", *(h for h in STRATEGIES if h != "FULL_SHARD")]
+    "how", ["FULL_SHARD offload", "DDP", *(h for h in STRATEGIES if h != "FULL_SHARD")]
 )
 def test_class_names_identities_and_whole_values_are_kept(how: str):
-    """state_dict is whole, under the old keys; what a single process saved is loaded."""
+    """state_dict is whole, under the old keys; what a single process saved is loaded. Offloaded
+    shards and gradients rest in host memory.
+    """
     for facts in run_threads(ranks_of(how), kept, how):
         assert all(facts.values()), facts
 
