@@ -33,10 +33,10 @@ from shardwise.models.user import place_of
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.expert.apply import experts_in
 from shardwise.verify import parity
-from shardwise.verify.finding import Finding, pooled
+from shardwise.verify.finding import Finding
 from shardwise.verify.inputs import Options, batch_norm_note, dropout_note, without_dropout
 from shardwise.verify.oracles.batches import ROWS, ROWS_16, SEED
-from shardwise.verify.report import Report, may_be_chance, report
+from shardwise.verify.report import Report, may_be_chance, over_batches, report
 
 MOST_STEPS = 1000
 MOST_MICROBATCHES = 512  # of two rows each
@@ -89,8 +89,7 @@ def verify(
     findings, name = proved(0), model if isinstance(model, str) else model.name
     found = report(plan, name, findings)
     if may_be_chance(found, findings):
-        every = [findings, *map(proved, range(1, BATCHES))]
-        findings = [pooled(of_rank) for of_rank in zip(*every, strict=True)]
+        findings = over_batches([findings, *map(proved, range(1, BATCHES))])
         found = report(plan, name, findings)
     changed = " ".join(said for said in (dropout_note(made), found.changed) if said)
     why = note or ("" if found.holds else cause(find(model), findings))

@@ -196,28 +196,3 @@ def renamed(found: Errors | Parts, kind: str) -> Errors | Parts:
     if isinstance(found, Errors):
         return Errors(kind, tuple(before + name for name in found.names), found.errors)
     return Parts(kind, tuple(replace(part, name=before + part.name) for part in found.parts))
-
-
-def pooled(batches: Sequence[Finding]) -> Finding:
-    """One finding for a rank's batches: 16-bit squares of errors are summed, costs the first's."""
-    by_kind = zip(*(finding.errors for finding in batches), strict=True)
-    return replace(batches[0], errors=tuple(_pooled(found) for found in by_kind))
-
-
-def _pooled(found: Sequence[Errors | Parts]) -> Errors | Parts:
-    kind = found[0].kind
-    parts = [one.parts for one in found if isinstance(one, Parts)]
-    if len(parts) == len(found):
-        return Parts(kind, tuple(_summed(of_name) for of_name in zip(*parts, strict=True)))
-    facts = [one for one in found if isinstance(one, Errors)]
-    names = tuple(name for one in facts for name in one.names)
-    return Errors(kind, names, tuple(error for one in facts for error in one.errors))
-
-
-def _summed(parts: Sequence[Part]) -> Part:
-    def total(name: str) -> float:
-        return min(NEVER, sum(getattr(part, name) for part in parts))
-
-    names = ("parallel", "alone", "exact", "independent", "drift_varies")
-    signed = {name: sum(getattr(part, name) for part in parts) for name in ("along", "drift")}
-    return replace(parts[0], **signed, **{name: total(name) for name in names})

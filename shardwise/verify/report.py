@@ -13,10 +13,12 @@ checked in replica 0 only.
 """
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import StringIO
+from statistics import fmean
 
 import torch
 from rich.console import Console
@@ -187,6 +189,32 @@ def may_be_chance(found: Report, findings: Sequence[Finding]) -> bool:
     facts = [e for one in findings for e in one.errors if isinstance(e, Errors)]
     costs = all(one.costs.hold and one.memory_holds for one in findings)
     return costs and all(errors.largest <= found.bound for errors in facts)
+
+
+def over_batches(batches: Sequence[Sequence[Finding]]) -> list[Finding]:
+    """One finding for each rank, with the costs of the first batch and the errors of all."""
+    every = [
+        [_errors_of(by_rank) for by_rank in zip(*(one.errors for one in findings), strict=True)]
+        for findings in batches
+    ]
+    kinds = [
+        [_mean(of) for of in zip(*by_batch, strict=True)] for by_batch in zip(*every, strict=True)
+    ]
+    return [
+        replace(finding, errors=tuple(errors))
+        for finding, errors in zip(batches[0], zip(*kinds, strict=True), strict=True)
+    ]
+
+
+def _mean(of_batches: Sequence[Errors]) -> Errors:
+    """The geometric mean of each error, since its logarithm varies by chance (rounding.py). An
+    error below 1, about what a right run has, counts as 1, so that none hides another.
+    """
+    errors = [
+        math.exp(fmean(math.log(max(error, 1.0)) for error in of_one)) if any(of_one) else 0.0
+        for of_one in zip(*(one.errors for one in of_batches), strict=True)
+    ]
+    return replace(of_batches[0], errors=tuple(errors))
 
 
 def _differences(findings: Sequence[Finding], bound: float) -> list[Difference]:

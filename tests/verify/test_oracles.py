@@ -2,6 +2,7 @@
 too little or are derived wrong: what is found, and what mends it.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -20,17 +21,39 @@ from shardwise.techniques.expert.apply import layers_of
 from shardwise.techniques.expert.gate import GATES
 from shardwise.techniques.expert.moe_layer import ExpertPlace, name_layers
 from shardwise.techniques.tensor import first_step
-from shardwise.verify.finding import BoxPlace
+from shardwise.verify.finding import NEVER, BoxPlace, Costs, Errors, Finding
 from shardwise.verify.oracles.batches import Division, ragged, rows_of_step
 from shardwise.verify.oracles.mixture_oracle import Mixture
+from shardwise.verify.oracles.rounding import MOST
 from shardwise.verify.parity import with_early_delays
-from shardwise.verify.report import uncovered
+from shardwise.verify.report import over_batches, uncovered
 from tests.engine.cases import settled
 from tests.pool import run_gloo, run_threads
 from tests.verify import micro
 from tests.verify.test_command import shortly
 
 ROWS = 6
+
+
+@pytest.mark.parametrize(
+    ("errors", "holds"),
+    [
+        ((2.5, 1.1, 0.9, 1.1), True),
+        ((1.6, 1.6, 1.6, 1.6), False),
+        ((NEVER, 0.0, 0.0, 0.0), False),
+        ((1.0, math.nan, 1.0, 1.0), False),
+    ],
+)
+def test_batches_in_16_bits_are_judged_together(errors: tuple[float, ...], holds: bool):
+    """One batch may be above the bound by chance; what recurs or is no number is refused."""
+    kinds = (("gradients", "w"), ("update", "b"))
+    batches = [
+        [Finding(0, tuple(Errors(kind, (name,), (x,)) for kind, name in kinds), Costs(), {}, {})]
+        for x in errors
+    ]
+    (found,) = over_batches(batches)
+    assert {each.names for each in found.errors} == {("w",), ("b",)}
+    assert [each.errors[0] <= MOST for each in found.errors] == [holds, holds]
 
 
 def test_batches_are_ragged():
