@@ -3,7 +3,6 @@ a disk, which may be slow or fail; a bound on a device's memory, and what fits i
 """
 
 import os
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.tiers.disk import THREADS, DiskError, Used
+from shardwise.comm.tiers.disk import DiskError
 from shardwise.comm.tiers.tiers import Tiers
 from shardwise.comm.world import World, alone
 from shardwise.core.buffer_sizes import reserved_bytes
@@ -32,7 +31,6 @@ from shardwise.observe.meter import Meter
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.data import apply as shard
 from shardwise.techniques.data.flat.flat_parameter import Flat
-from shardwise.train.summary import disk_line
 from tests.engine.cases import (
     Case,
     Task,
@@ -233,7 +231,7 @@ def test_a_checkpoint_while_the_disk_writes(
     assert [again.step(x).loss for _ in range(3)] == [plain.step(x).loss for _ in range(3)]
 
 
-DELAY_S, PAGE_BYTES = 0.001, 4096
+PAGE_BYTES = 4096
 
 
 def wide(width: int) -> nn.Module:
@@ -244,30 +242,27 @@ def wide_task(width: int) -> Task:
     return rows_task(partial(wide, width), partial(vectors, rows=6, width=8))
 
 
-def waiting(world: World, width: int, plan: str) -> tuple[Held, Used, int, str, int]:
-    """A training, its use of the disk, the rank's chunks, the words, the bytes in host memory."""
+def waiting(world: World, width: int, plan: str) -> tuple[Held, int]:
+    """A training, and the bytes in host memory."""
     task = wide_task(width)
     engine, held = build(world, task, Case(plan, clip=0.5)), Held()
     meter, disk = Meter(engine), engine.disk
     assert disk is not None
-    disk.sync()
-    before, peaks = disk.use.so_far, list[int]()
+    peaks = list[int]()
     for step in range(3):
         with meter:
             metrics = engine.step(mine(engine, task.batch(step)))
         held.note(engine, metrics)
         peaks.append(sum(n for (_, tier), n in meter.most.items() if tier == "host"))
     disk.sync()
-    used = disk.use.so_far - before
     assert disk.free == disk.buffers - 1  # the one that widens gradients is kept
-    chunks = sum(extent.chunks for extent in disk.extents)
     unused_bytes = os.fstat(disk.file).st_size - sum(engine.disk_memory().values())
     assert 0 <= unused_bytes < PAGE_BYTES * len(disk.extents)
     held.ended(engine)
     on_host = sum(engine.host_memory().values())
     assert sum(engine.disk_memory().values()) >= 4 * on_host
     assert max(peaks[1:]) <= on_host + 2 * COUNTS  # in the first step torch makes states
-    return held, used, chunks, disk_line(engine), on_host
+    return held, on_host
 
 
 COUNTS = 2 * 4  # bytes of the step counts of two runs of parameters, which an update copies
@@ -277,21 +272,16 @@ COUNTS = 2 * 4  # bytes of the step counts of two runs of parameters, which an u
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", ["dp2 zero2 offload:optim@disk", "dp2 zero3 offload:param@disk"])
 def test_a_slow_disk_is_waited_for(plan: str, monkeypatch: pytest.MonkeyPatch):
-    """More chunks than buffers, all slow: parity, no deadlock, and the run says how it waited. The
-    file holds the states, each in whole pages, and nothing else; a model of twice the size needs no
-    more host memory.
+    """More chunks than buffers, all slow: parity, no deadlock. The file holds the states, each in
+    whole pages, and nothing else; a model of twice the size needs no more host memory.
     """
     monkeypatch.setattr("shardwise.core.buffer_sizes.CHUNK_NUMEL", 512)
-    made, buffers = slow_down(monkeypatch, DELAY_S), set[int]()
+    made, buffers = slow_down(monkeypatch, 0.001), set[int]()
     for width in (2048, 4096):
         found = run_threads(2, waiting, width, f"{plan} fp64")
         wanted = oracle(wide_task(width), Case("ddp", clip=0.5))
-        assert_parity([held for held, *_ in found], wanted, 1e-10)
-        for _, used, chunks, words, on_host in found:
-            assert used.busy_s >= 3 * chunks * DELAY_S / THREADS  # each chunk is read in each step
-            assert used.waited_s > 0 < used.updated_s
-            assert words == "" or re.search(r"they waited \d+\.\d s for it$", words)
-            buffers.add(on_host)
+        assert_parity([held for held, _ in found], wanted, 1e-10)
+        buffers |= {on_host for _, on_host in found}
     assert {*made} == {"preadv", "pwritev"}
     assert buffers == {reserved_bytes(2, 8, 512) + COUNTS}
 

@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise.comm.world import World, alone, traced
 from shardwise.core.errors import InputError, RankError
 from shardwise.core.tally import Key
-from shardwise.engine.optimizer.elementwise import ELEMENTWISE, Lion
+from shardwise.engine.optimizer.elementwise import Lion
 from shardwise.models import gpt
 from tests.engine.cases import (
     Case,
@@ -334,27 +334,20 @@ def test_where_whole_tensors_are_refused(plan: str, optimizer: dict[str, Any], m
         sw.predict(small_gpt(), plan, text(0), optimizer=spec, loss=gpt.loss)
 
 
-def test_every_class_is_taken_without_options():
-    """Torch's own defaults are then the options."""
-    assert all(sw.Optim(getattr(torch.optim, name)).options == {} for name in ELEMENTWISE)
-
-
 # --- schedule-free ------------------------------------------------------------------------------
 
 
-class ScheduleFree(Optimizer):
-    """SGD with an average x of the points z; the weights are x, or y between both to train."""
+class TwoSets(Optimizer):
+    """SGD of weights that are twice as large in training as in evaluations."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "beta": 0.9, "training": False, "steps": 0})
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr, "training": False})
 
     @torch.no_grad()
     def _switch(self, training: bool) -> None:
         for group in self.param_groups:
-            weight = 1 - group["beta"] if training else 1 - 1 / group["beta"]
             for p in group["params"] if group["training"] is not training else ():
-                if "z" in self.state[p]:
-                    p.lerp_(self.state[p]["z"], weight)
+                p.mul_(2.0 if training else 0.5)
             group["training"] = training
 
     def train(self) -> None:
@@ -367,13 +360,8 @@ class ScheduleFree(Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             assert group["training"]
-            group["steps"] += 1
             for p in (p for p in group["params"] if p.grad is not None):
-                z = self.state[p].setdefault("z", p.clone())
-                p.lerp_(z, 1 / group["steps"]).sub_(
-                    p.grad, alpha=group["lr"] * (1 - group["beta"] * (1 - 1 / group["steps"]))
-                )
-                z.sub_(p.grad, alpha=group["lr"])
+                p.sub_(p.grad, alpha=group["lr"])
 
 
 def schedule_free(world: World, plan: str, folder: str, elementwise: bool) -> list[float]:
@@ -381,7 +369,7 @@ def schedule_free(world: World, plan: str, folder: str, elementwise: bool) -> li
     task, found = gpt_task(rows=8), []
     options = {"elementwise": elementwise}
     for first in (0, 2):
-        engine = build(world, task, Case(plan, kind=ScheduleFree, options=options))
+        engine = build(world, task, Case(plan, kind=TwoSets, options=options))
         if first:
             sw.load(engine, folder)
         for step in range(first, first + 2):
@@ -401,7 +389,7 @@ def test_schedule_free(plan: str, elementwise: bool, tmp_path: Path):
     """Weights are switched for an evaluation; a checkpoint keeps the ones that it has seen."""
     task, wanted = gpt_task(rows=8), []
     model = task.make().double()
-    optimizer = ScheduleFree(model.parameters())
+    optimizer = TwoSets(model.parameters())
     for step in range(4):
         optimizer.train()
         loss = task.loss(model, task.batch(step))
@@ -416,10 +404,3 @@ def test_schedule_free(plan: str, elementwise: bool, tmp_path: Path):
     given = plan + precision, str(tmp_path), elementwise
     for found in run_threads(ranks_of(plan), schedule_free, *given):
         assert found == pytest.approx(wanted, rel=1e-10 if precision else 0.02)
-
-
-def test_a_switch_of_an_optimizer_without_two_sets_of_weights():
-    """It has none to switch to, as Trainer's loop and others would call it."""
-    engine = build(alone(), Task(), Case("dp1"))
-    with pytest.raises(InputError, match=r"engine\.optimizer\.eval\(\) with AdamW, which has no"):
-        engine.optimizer.eval()

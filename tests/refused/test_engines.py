@@ -149,6 +149,7 @@ TYPES = [
     (lambda: torch.no_grad()(engine_of().step)(X), "", "engine.step(batch) outside of the block"),
     (lambda: engine_of().optimizer.step(), "", "engine.step(batch), then"),  # noqa: PLW0108
     (lambda: engine_of().optimizer.add_param_group({}), "", "sw.AdamW(lr=3e-4, groups="),
+    (lambda: engine_of().optimizer.eval(), "eval() with AdamW, which has no", ""),  # noqa: PLW0108
     *(
         (lambda s=state: engine_of().optimizer.load_state_dict(s), "", "the same specification")
         for state in (None, {"param_groups": [3]})
