@@ -281,12 +281,6 @@ def test_inspect_shows_tensors_and_scalars(folder: Path, capsys: pytest.CaptureF
     """
     for path in folder.glob("checkpoints/*/*.distcp"):
         path.write_bytes(bytes(path.stat().st_size))
-    contents = describe(folder / "checkpoints")
-    assert [[*tensor.values()] for tensor in contents["tensors"]] == [
-        ["model/b", [3], "bfloat16", 6, 2],
-        ["model/w", [4, 3], "float32", 48, 2],
-        ["optim/step/w", [], "float64", 8, 1],
-    ]
     lines = inspected(capsys, str(folder))[1].splitlines()
     assert lines[0].endswith("saved by 2 ranks under the plan 'dp2 zero3' after step 7")
     assert lines[1] == "3 tensors, 15 parameters: 54 bytes of the model, 8 bytes of the optimizer"
@@ -305,21 +299,19 @@ def test_inspect_shows_tensors_and_scalars(folder: Path, capsys: pytest.CaptureF
     assert json.loads("\n".join(lines[8:]))["engine"] == {"loss_scale": 2.0}
     said = json.loads(inspected(capsys, str(folder), "--json")[1])
     assert said["path"].endswith("step-000007") and (said["bytes"], said["ranks"]) == (62, 2)
-    sizes = {"shape": [4, 3], "dtype": "float32", "bytes": 48, "pieces": 2}
-    assert said["tensors"][1] == {"name": "model/w"} | sizes
+    assert [[*tensor.values()] for tensor in said["tensors"]] == [
+        ["model/b", [3], "bfloat16", 6, 2],
+        ["model/w", [4, 3], "float32", 48, 2],
+        ["optim/step/w", [], "float64", 8, 1],
+    ]
 
 
-def test_inspect_names_what_is_damaged_or_gone(folder: Path, capsys: pytest.CaptureFixture[str]):
-    """A file of tensors, though the metadata is whole; a step that `latest` names."""
-    place = folder / "checkpoints"
-    for file in sorted((place / "step-000007").glob("*.distcp")):
+def test_inspect_names_what_is_damaged(folder: Path, capsys: pytest.CaptureFixture[str]):
+    """A file of tensors, though the metadata is whole."""
+    for file in sorted((folder / "checkpoints" / "step-000007").glob("*.distcp")):
         content = file.read_bytes()
         for left, phrase in ((None, "it is not there"), (10, "it has 10 bytes")):
             file.unlink() if left is None else file.write_bytes(content[:left])
             code, said = inspected(capsys, str(folder))
             assert code == 2 and f"{file.name}', which is damaged ({phrase}" in said
         file.write_bytes(content)
-    (place / "latest").write_text("step-000009\n")
-    code, said = inspected(capsys, str(folder))
-    assert code == 0 and "step-000007  saved by" in said
-    assert "names step-000009, which is no complete checkpoint: step-000007 is used" in said

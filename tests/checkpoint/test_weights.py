@@ -11,7 +11,6 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import export as exporting
 from shardwise.checkpoint.export import export, import_weights
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
@@ -67,16 +66,6 @@ def test_the_names_are_those_of_the_plain_model(plan: str, tmp_path: Path):
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
 
 
-def test_several_files_have_an_index(saved: Saved, tmp_path: Path):
-    """As Hugging Face writes it: the bytes of all tensors, and the file of each."""
-    done = export(saved[0], tmp_path / "weights", file_bytes=150)
-    index = json.loads((done.path / "model.safetensors.index.json").read_text())
-    assert index["metadata"] == {"total_size": done.bytes}
-    found = {n: load_file(done.path / file)[n] for n, file in index["weight_map"].items()}
-    assert len({*index["weight_map"].values()}) == done.files > 2
-    assert all(torch.equal(value, saved[1][name]) for name, value in found.items())
-
-
 def begun(world: World, plan: str, run_folder: str) -> dict[str, Any]:
     """An engine with other weights, after loading."""
     torch.manual_seed(1)
@@ -90,8 +79,10 @@ def begun(world: World, plan: str, run_folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("plan", ["dp2 zero1 bf16", "pp2 1f1b:2 fp64"])
 def test_imported_weights_begin_a_run_under_any_plan(plan: str, saved: Saved, tmp_path: Path):
-    """Every rank takes its part of each tensor, in the dtype of its own."""
-    export(saved[0], tmp_path / "weights")
+    """Every rank takes its part of each tensor, in the dtype of its own; files have an index."""
+    done = export(saved[0], tmp_path / "weights", file_bytes=150)
+    index = json.loads((done.path / "model.safetensors.index.json").read_text())
+    assert done.files > 2 and index["metadata"] == {"total_size": done.bytes}
     import_weights(tmp_path / "weights", tmp_path / "begun")
     state = run_gloo(2, begun, plan, str(tmp_path / "begun"))[0]
     assert all(torch.equal(value, saved[1][key].to(value)) for key, value in state.items())
@@ -235,17 +226,3 @@ def test_bad_input_is_one_paragraph(
     assert code == 2 and "\n" not in text
     assert re.search(phrase, text), text
     assert sorted(map(str, tmp_path.rglob("*"))) == before
-
-
-def test_an_export_that_ends_early_leaves_nothing(
-    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """An interrupt: no folder under the final name, no partial one."""
-
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(exporting, "save_file", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        export(saved[0], tmp_path / "weights")
-    assert [*tmp_path.iterdir()] == []

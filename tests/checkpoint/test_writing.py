@@ -351,35 +351,21 @@ def test_a_file_that_cannot_grow_leaves_what_was_there(tmp_path: Path, over: Wri
     assert value_in(to) == 1.0
 
 
-@pytest.mark.parametrize("over", [export_over, import_over])
-def test_a_second_writer_is_refused_by_name(tmp_path: Path, over: Writer):
-    """The error of a second process names the one that writes, and no file changes."""
-    to, act = over(tmp_path)
-    lock = to / "run.lock" if over is import_over else to.with_name(f".writing-{to.name}.lock")
-    with locked(lock):
-        before = files(tmp_path)
-        message = rf"{to}', where another process is writing \(process {os.getpid()} on"
-        with pytest.raises(InputError, match=message):
-            act()
-        assert files(tmp_path) == before
-    act()
-    assert value_in(to) == 2.0
-
-
 @pytest.mark.parametrize(
     ("kind", "lock"),
     [
         *((kind, "checkpoints/saving.lock") for kind in ("boxes", "engine", "import")),
-        *((kind, "run.lock") for kind in ("engine", "import")),
+        *(("engine", "run.lock"), ("import", "run.lock"), ("export", "../.writing-to.lock")),
     ],
 )
 def test_a_save_beside_another_is_refused(tmp_path: Path, kind: str, lock: str):
-    """A save, an import and a run exclude each other; files of the other stay, readers read."""
+    """A save, an import, an export and a run exclude each other; files stay, readers read."""
     run, weights = run_of(tmp_path / "run", 1.0), weights_of(tmp_path / "weights", 3.0)
     acts: dict[str, Callable[[], object]] = {
         "boxes": lambda: run_of(run, 3.0),
         "engine": lambda: sw.save(engine_of(alone(), "fp64"), run / "checkpoints", keep=1),
         "import": lambda: import_weights(weights, run, overwrite=True),
+        "export": lambda: export(run, weights_of(tmp_path / "to", 1.0), overwrite=True),
     }
     (run / "checkpoints" / ".saving-step-000007").mkdir()
     with locked(run / lock):

@@ -24,7 +24,6 @@ from shardwise.core.buffer_sizes import (
     ALIGNMENT,
     CHUNK_NUMEL,
     arena_bytes,
-    gradient_slots,
     in_blocks,
 )
 from shardwise.core.errors import InputError
@@ -311,17 +310,3 @@ def test_a_slot_is_taken_while_anything_refers_to_it():
     assert not weak.expired() and x.sum() == 16
     del x
     assert weak.expired()
-
-
-@pytest.mark.parametrize(
-    ("units", "slots"),
-    [
-        ([[8]] * 5, {8: 3}),  # one is computed, two are being summed
-        ([[64], [8], [8], [8], [64]], {64: 1, 8: 3}),
-        ([[8, 4], [8], []], {8: 2, 4: 1}),
-        ([], {}),
-    ],
-)
-def test_slots_of_gradients(units: list[list[int]], slots: dict[int, int]):
-    """As many as three neighbouring units need at once."""
-    assert gradient_slots(units, 2) == slots

@@ -10,6 +10,7 @@ calls in which the host waits.  Tensors made outside of it, or by autograd, are 
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,6 @@ from shardwise.techniques.data.apply import driver_of
 from tests.engine.cases import share, small_gpt, text
 from tests.engine.loops import rows, wrap
 from tests.engine.zoo import make
-from tests.pool import run_gloo
 from tests.threads import on_threads
 
 HOST, DEVICE = torch.device("cpu"), torch.device("cpu", 0)
@@ -192,10 +192,10 @@ def looped(mode: SecondDevice, world: World, how: str) -> list[list[str]]:
     optim, reads = torch.optim.Adam(model.parameters(), lr=0.05, foreach=False), []
     for step in range(3):
         mode.reads.clear()
-        x = on_device(rows(step, world.rank), world)
+        x = on_device(rows(step, 0 if how == "Pipe" else world.rank), world)
         model(x).square().mean().backward()
         reads.append(list(mode.reads))
-        with sw.no_sync(model):
+        with nullcontext() if how == "Pipe" else sw.no_sync(model):
             model(x).square().mean().backward()
         model(x).square().mean().backward()
         sw.clip_grad_norm(model, 1.0)
@@ -215,13 +215,14 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("late")
-@pytest.mark.parametrize("how", ["DDP", "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"])
+@pytest.mark.parametrize("how", ["DDP", "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "Pipe"])
 def test_a_plain_loop_sends_tensors_of_its_device(how: str) -> None:
     """A backward pass ends without a wait: each reads, where it begins, what the one before summed.
-    So do clipping, evaluation, the state and unwrapping.
+    So do clipping, evaluation, the state and unwrapping. A pipe compares its first batches.
     """
     ranks = 4 if "HYBRID" in how else 2
-    assert run_on_device(ranks, looped, how) == [[[], ["tolist"], ["tolist"]]] * ranks
+    reads = [["tolist"], [], []] if how == "Pipe" else [[], ["tolist"], ["tolist"]]
+    assert run_on_device(ranks, looped, how) == [reads] * ranks
 
 
 def differs(mode: SecondDevice, world: World, what: str) -> None:
@@ -265,23 +266,8 @@ def test_a_parameter_that_another_rank_uses_has_a_gradient_at_once() -> None:
     assert run_on_device(2, skips) == [[True, True, False]] * 2
 
 
-def piped(mode: SecondDevice, world: World) -> None:
-    """Two steps of a pipe, its state, and the module again."""
-    model = sw.Pipe(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6)), 2, world=world)
-    x = on_device(torch.ones(4, 6), world)
-    for _ in range(2):
-        model(x).square().mean().backward()
-    sw.full_state_dict(model)
-    sw.unwrap(model)(x)
-
-
-def test_a_pipe_sends_tensors_of_its_device() -> None:
-    """So do the stages of a plain loop."""
-    run_on_device(2, piped)
-
-
-def stepped(mode: SecondDevice, world: World, plan: str) -> list[list[str]]:
-    """Steps, evaluation, and the state; the reads of each step."""
+def stepped(mode: SecondDevice, world: World, plan: str, folder: str) -> list[list[str]]:
+    """Steps, evaluation, the state, and a checkpoint; the reads of each step."""
     optimizer, clip = sw.AdamW(lr=0.01, foreach=False), None if "2bw" in plan else 1.0
     engine = sw.parallelize(small_gpt(), plan, world, optimizer=optimizer, loss=gpt.loss, clip=clip)
     reads = []
@@ -292,27 +278,15 @@ def stepped(mode: SecondDevice, world: World, plan: str) -> list[list[str]]:
         reads.append(list(mode.reads))
     engine.evaluate(on_device(batch, world))
     sw.full_state_dict(engine)
+    sw.save(engine, folder)
+    sw.load(engine, folder)
     return reads
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_an_engine_sends_tensors_of_its_device(plan: str) -> None:
-    """Under every technique: start, steps with clipping, evaluation, state; one read in a step."""
-    for reads in run_on_device(Plan.parse(plan).size, stepped, plan):
+def test_an_engine_sends_tensors_of_its_device(plan: str, tmp_path: Path) -> None:
+    """Under every technique, in all that ranks tell each other; one read in a step."""
+    for reads in run_on_device(Plan.parse(plan).size, stepped, plan, str(tmp_path)):
         # the others look at tokens, and at each update
         if not any(word in plan for word in ("tp", "tile", "2bw")):
             assert reads[1:] == [["tolist"]] * 2
-
-
-def saved(world: World, folder: str) -> list[str]:
-    with SecondDevice():
-        own = world_of(world.rank, world.size, DEVICE, world.links)
-        engine = sw.parallelize(small_gpt(), "dp2 zero3", own, loss=gpt.loss)
-        engine.step(on_device(share(text(0, 8), own.rank, own.size), own))
-        sw.save(engine, folder)
-        return sorted(sw.load(engine, folder, missing_ok=True))
-
-
-def test_checkpoints_send_tensors_of_the_device(tmp_path: Path) -> None:
-    """What ranks tell each other to save and to load."""
-    assert run_gloo(2, saved, str(tmp_path)) == [[], []]

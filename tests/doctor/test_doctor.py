@@ -204,22 +204,3 @@ def test_the_command_prints_and_saves(
     assert set(told["seconds"]) == set(told["bytes"])
     code, _, err = ended(capsys, *asked, "--save", "/dev/full")
     assert code == 2 and "--save /dev/full, which cannot be written (No space" in err
-
-
-@pytest.mark.cases(6)
-@pytest.mark.parametrize(
-    ("argv", "text"),
-    [
-        (["--nproc", "0"], "--nproc 0"),
-        (["--mesh", "dp2 tp2", "--nproc", "2"], "--mesh dp2"),
-        (["--device", "gpu"], "--device"),
-        (["--disk", "/no/such/folder"], "--disk /no/such/folder"),
-        (["--save", "/no/such/folder/c.toml"], "--save cluster.toml"),
-        (["--save", f"{__file__}/c.toml"], "which cannot be written (Not a directory)"),
-    ],
-)
-def test_bad_input_is_one_paragraph(argv: list[str], text: str, capsys: Any):
-    """Exit code 2, before a rank starts."""
-    code, _, said = ended(capsys, "doctor", *argv)
-    assert code == 2 and text in said
-    assert "Write instead:" in said and said.count("\n") == 1

@@ -23,7 +23,7 @@ from shardwise.train import config
 from shardwise.train.model import learning_rate, optimizer_of
 from shardwise.verify.inputs import table_in
 from tests import surface
-from tests.programs import run_program, start_program
+from tests.programs import start_program
 from tests.train import runs
 from tests.train.runs import Capture, ended, printed
 
@@ -115,6 +115,13 @@ def test_an_output_on_a_full_disk_is_one_line() -> None:
         ("schedule 1f1b --costs F=1/2", "one for each of 4 stages"),
         ("schedule naive --stages=99999999", "at most 32768 forwards"),
         ("schedule 1f1b --out /no/such/folder/a.svg", "cannot be written"),
+        # the machine
+        ("doctor --nproc 0", "--nproc 0"),
+        ("doctor --mesh 'dp2 tp2' --nproc 2", "--mesh dp2"),
+        ("doctor --device gpu", "--device"),
+        ("doctor --disk /no/such/folder", "--disk /no/such/folder"),
+        ("doctor --save /no/such/folder/c.toml", "--save cluster.toml"),
+        ("doctor --save /dev/null/c.toml", "which cannot be written (Not a directory)"),
     ],
 )
 def test_bad_input_is_a_paragraph_and_exit_code_2(
@@ -147,13 +154,6 @@ def test_more_processes_than_cores_are_started_only_where_asked(
     assert code == 2
     assert "the plan 'tp3', which needs 3 processes on this machine, with 2 processor cores" in said
     assert said.strip().endswith("Write instead: --nproc 3.")
-
-
-def test_a_program_that_is_given_bad_input_says_one_paragraph() -> None:
-    """As a process of its own, in which every warning is an error."""
-    done = run_program(["-W", "error", "-m", "shardwise.cli.main", "train", "absent.toml"])
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "absent.toml" in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
