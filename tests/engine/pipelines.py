@@ -34,20 +34,6 @@ def half_frozen() -> nn.Module:
     return model
 
 
-class Skips(Stack):
-    """What the first blocks make is used by the last ones, as in a U-Net; by class or its name."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        kept = []
-        half = len(self.blocks) // 2
-        for block in self.blocks[:half]:
-            x = torch.tanh(block(x)) if isinstance(block, nn.Linear) else x
-            kept.append(x)
-        for block in self.blocks[half:]:
-            x = torch.tanh(block(x) + kept.pop()) if type(block).__name__ == "Linear" else x
-        return x
-
-
 class Inner(nn.Module):
     """A block with another layer behind its first one; or beside it, where nothing uses it."""
 
@@ -79,32 +65,6 @@ class Dropping(Stack):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = functional.dropout(block(x), 0.2, self.training)
-        return x
-
-
-class Ends(Stack):
-    """The last layer has the first one's weight, and both are products, which need it backward."""
-
-    def __init__(self) -> None:
-        super().__init__(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)])
-        self.blocks[5].weight = self.blocks[0].weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x
-
-
-class Repeated(Stack):
-    """Two blocks, gone through three times, as in ALBERT."""
-
-    def __init__(self) -> None:
-        once = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
-        super().__init__(*once * 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
         return x
 
 
@@ -142,10 +102,7 @@ class Writes(Stack):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "deep": deep,
     "half frozen": half_frozen,
-    "skips": chain(Skips, plain),
     "idle": chain(Stack, idle),
-    "ends": lambda: settled(Ends()),
-    "repeated": lambda: settled(Repeated()),
     "used first": lambda: settled(Half("first")),
     "used last": lambda: settled(Half("last")),
     "writes to the batch": chain(Writes, plain),

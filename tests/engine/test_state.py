@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Muon
 
 import shardwise as sw
-from shardwise.comm.world import World, alone
+from shardwise.comm.world import World
 from shardwise.core.plan.plan import Plan
 from shardwise.engine import rank_zero_weights
 from shardwise.engine.optimizer.elementwise import Lion
@@ -210,20 +210,6 @@ def test_one_piece_of_a_tensor_is_sent_at_a_time():
     sizes = run_gloo(2, messages, "full")[0][2:]  # after the length of the list, and the list
     assert len(sizes) > 5 and max(sizes) <= 36 * 8
     assert [max(sizes) for sizes in run_gloo(2, messages, "start")] == [36 * 8] * 2
-
-
-@pytest.mark.parametrize("wrap_first", [True, False])
-def test_parts_that_are_compiled_in_their_place_keep_their_keys(wrap_first: bool):
-    """`torch.compile(part)` puts a level into names, before the wrapping and after it."""
-    module = Buffered()
-    expected = list(module.state_dict())
-    if wrap_first:
-        sw.FSDP(module, world=alone())
-    compiled: Any = torch.compile(module.blocks[0], backend="eager")
-    module.blocks[0] = compiled
-    if not wrap_first:
-        sw.FSDP(module, world=alone())
-    assert list(sw.full_state_dict(module)) == expected
 
 
 # --- weights that rank 0 alone has, the other ranks' model being on the meta device ---------------

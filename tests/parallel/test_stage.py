@@ -146,6 +146,7 @@ def asks(m: Any, x: Tensor) -> Tensor:
     for block in m.blocks:
         x = block(x)
         assert x.is_meta or (x.device.type, x.is_cpu, x.is_cuda) == ("cpu", True, False)
+        assert isinstance(block, Block) and type(block).__name__ == "Block"
         assert block.kind == "full" and block.training == m.training
         assert x.is_meta or x.get_device() == -1
         place = torch.arange(WIDTH, device=x.device).type_as(x).expand_as(x)
