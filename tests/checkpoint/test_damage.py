@@ -1,6 +1,5 @@
 """Damaged, foreign and malicious checkpoints: refused in one paragraph, and nothing is changed."""
 
-import contextlib
 import errno
 import os
 import pickle
@@ -269,10 +268,7 @@ def outcome(engine: sw.Engine, path: Path, expected: State) -> str:
 def test_no_damage_is_loaded_and_none_changes_the_engine(
     nth: int, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """More than 250 ways: bits, lengths, files missing, exchanged and of other checkpoints.
-    `sw.load` refuses each in one paragraph that names the file, and leaves the engine as it was;
-    `checkpoint inspect --deep` refuses each with exit code 2.
-    """
+    """More than 250 ways: each is a paragraph that names the file, of `inspect --deep` too."""
     whole = shutil.copytree(saved, tmp_path / "run") / "step-000002"
     others = [saved / "step-000001", saved.with_name("another") / whole.name]
     engine, expected = engine_of(alone(), "fp64"), engine_of(alone(), "fp64")
@@ -299,9 +295,7 @@ def test_no_damage_is_loaded_and_none_changes_the_engine(
 def test_a_missing_file_is_no_missing_checkpoint(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """`missing_ok` starts anew without a checkpoint; one that lacks a file is refused. A file of
-    hundreds of gigabytes is not read to say that it is too short.
-    """
+    """With `missing_ok` too; a long file is not read to say that its length is wrong."""
     engine = engine_of(alone(), "fp64")
     for file in (".metadata", "manifest.json"):
         path = shutil.copytree(saved / "step-000002", tmp_path / file / "step-000002")
@@ -406,17 +400,3 @@ def test_a_checkpoint_runs_no_code(saved: Path, tmp_path: Path):
         assert not mark.exists()
     pickle.loads(harms(mark)[0])  # noqa: S301 - and this is what it would have done
     assert mark.exists()
-
-
-def test_a_bit_of_metadata_is_never_a_traceback(saved: Path, tmp_path: Path):
-    """Behind a manifest that was made to fit, too: an InputError, or a valid index."""
-    whole, path = saved / "step-000002" / METADATA, tmp_path / METADATA
-    refused = 0
-    for bit in range(0, 8 * whole.stat().st_size, 197):
-        shutil.copy(whole, path)
-        flip(path, bit)
-        with contextlib.suppress(InputError):
-            read_metadata(tmp_path)
-            refused -= 1
-        refused += 1
-    assert refused > 100

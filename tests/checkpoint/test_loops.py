@@ -276,9 +276,7 @@ def inspected(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]
 
 
 def test_inspect_shows_tensors_and_scalars(folder: Path, capsys: pytest.CaptureFixture[str]):
-    """Sums; with --all a line for each tensor and the scalars; with --json one object. All of it is
-    known though the files hold only zeros.
-    """
+    """Sums, each tensor with --all, one object with --json, though the files hold only zeros."""
     for path in folder.glob("checkpoints/*/*.distcp"):
         path.write_bytes(bytes(path.stat().st_size))
     lines = inspected(capsys, str(folder))[1].splitlines()

@@ -253,9 +253,7 @@ def run(plan: str, *args: Any) -> tuple[dict[str, Any], Any]:
 def test_what_is_saved_goes_on(
     tmp_path: Path, how: str, at: int, optimizer: Any, here: str, there: str
 ):
-    """Numbers, lists and counts of an optimizer, modules' extra state, and what else was saved.
-    Also from before the first step, and where a layer has had no gradient yet.
-    """
+    """States of an optimizer and of modules, and other values; before any step or gradient too."""
     run(here, str(tmp_path), optimizer, range(at + (how == "async")), how)
     found, values = run(there, str(tmp_path), optimizer, range(at, 6), "")
     assert_same(values, extra())
@@ -269,9 +267,7 @@ def test_what_is_saved_goes_on(
 
 
 def test_the_newest_stay_and_a_program_begins_or_continues_by_one_line(tmp_path: Path):
-    """`keep` counts them, `load` of one that is named takes that one; `missing_ok` takes none.
-    Loading into an engine that has trained leaves no state of it.
-    """
+    """`keep` counts, `missing_ok` takes none; loading leaves no state of a trained engine."""
     engine, other = engine_of(alone(), "fp64"), engine_of(alone(), "fp64")
     assert (sw.load(engine, tmp_path, missing_ok=True), engine.steps) == ({}, 0)
     sw.save(engine, tmp_path / "begin")

@@ -170,9 +170,7 @@ def test_a_copy_to_the_host_and_back_is_equal_and_counted(device: str, numel: in
 
 
 def test_the_tier_is_that_of_the_storage():
-    """Views are where their storage is; memory made elsewhere can be owned; freed memory leaves. A
-    copy names the tiers of its tensors; a world counts it in its own ledger.
-    """
+    """Of views too, and of memory that is owned; a copy names the tiers of its tensors."""
     tiers, x = Tiers(), torch.zeros(8)
     assert tiers.of(x) == "device"
     assert tiers.of(tiers.own(torch.zeros(8))[2:4]) == "host"

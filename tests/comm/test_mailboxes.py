@@ -78,10 +78,7 @@ def pair() -> tuple[Mailboxes, Mailboxes, list[deque[Tensor]]]:
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 2**20), st.booleans()), min_size=1, max_size=60))
 def test_no_message_is_lost_or_changed_whatever_their_sizes(acts: list[tuple[int, bool]]):
-    """Sends of any size between takes at any time: what comes out is what was put in, in order.
-
-    The sender may write over its tensor at once.  It never waits: what finds no room goes by gloo.
-    """
+    """They come in order, and the sender never waits: what finds no room goes by gloo."""
     a, b, queues = pair()
     waiting = deque[tuple[int, Tensor, Any]]()
 
@@ -106,9 +103,7 @@ def test_no_message_is_lost_or_changed_whatever_their_sizes(acts: list[tuple[int
 @pytest.mark.parametrize("overtaken", [False, True])
 @pytest.mark.parametrize("full", [True, False])
 def test_a_message_is_used_once_in_its_wait(overtaken: bool, full: bool):
-    """Where it lies, or where it was put when a later one was waited for, or when gloo brought it.
-    In every case it is taken out: what comes next has its place.
-    """
+    """Where it lies, put aside by a later wait, or brought by gloo; the next one has its place."""
     a, b, queues = pair()
     for _ in range(mailbox_bytes(2) // 2**20 if full else 0):
         a.send(torch.zeros(2**20, dtype=torch.uint8), 1, Line())
@@ -193,9 +188,7 @@ def test_ranks_share_memory_where_they_can(
 
 
 def looked_at(world: World, value: str) -> tuple[list[bool], int, int]:
-    """Whether links share memory under that value of the switch, by default and if asked. And how
-    many handles of mailboxes are open, and maps: Python keeps a handle for each map.
-    """
+    """Whether links share memory by default and if asked; open handles and maps of mailboxes."""
     os.environ[SWITCH] = value
     try:
         shares = [TorchLinks(ours=False, shared_memory=x).shared for x in (None, True, False)]

@@ -188,9 +188,7 @@ def test_flat_moves(run: Any, ranks: int):
 
 
 def along(world: World, numel: int, dtype: torch.dtype) -> list[bool]:
-    """Along the middle dim of a view: two sums ended the other way, gathers while they are on
-    their way and after, and a sum at once.
-    """
+    """Along the middle dim of a view: sums ended in reverse, gathers meanwhile, a sum at once."""
     axis, n, good = world.everyone, world.size, list[bool]()
     draw = torch.Generator().manual_seed(0)
     wholes = [torch.randn(n, 3, 2 * n, numel, generator=draw).to(dtype) for _ in range(2)]

@@ -217,9 +217,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("how", ["DDP", "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "Pipe"])
 def test_a_plain_loop_sends_tensors_of_its_device(how: str) -> None:
-    """A backward pass ends without a wait: each reads, where it begins, what the one before summed.
-    So do clipping, evaluation, the state and unwrapping. A pipe compares its first batches.
-    """
+    """Of a backward pass it is read where the next one begins; a pipe reads its first batch."""
     ranks = 4 if "HYBRID" in how else 2
     reads = [["tolist"], [], []] if how == "Pipe" else [[], ["tolist"], ["tolist"]]
     assert run_on_device(ranks, looped, how) == [reads] * ranks

@@ -248,9 +248,7 @@ def opened(world: World, bound: bool) -> list[Any]:
 
 
 def test_each_set_of_ranks_is_opened_once_for_a_queue() -> None:
-    """All ranks of the world, on one queue; then both axes on two, in the order of the lines. A
-    group that can be split (NCCL with a device) opens all lines of an axis at once.
-    """
+    """All ranks, then the axes in order; NCCL with a device opens the lines of an axis at once."""
     every, dp, tp = [[0, 1, 2, 3]], [[0, 2], [1, 3]], [[0, 1], [2, 3]]
     assert run_gloo(4, opened, False) == [[*every, *dp, *dp, *tp, *tp, *every]] * 4
     assert run_gloo(4, opened, True) == [[every, dp, dp, tp, tp, every]] * 4

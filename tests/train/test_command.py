@@ -25,7 +25,7 @@ from shardwise.verify.inputs import table_in
 from tests import surface
 from tests.programs import start_program
 from tests.train import runs
-from tests.train.runs import Capture, ended, printed
+from tests.train.runs import Capture, ended
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "quickstart.toml"
@@ -135,14 +135,6 @@ def test_bad_input_is_a_paragraph_and_exit_code_2(
     assert phrase in err
     assert "Write instead" in err and "Traceback" not in err
     assert not (tmp_path / "run").exists()
-
-
-def test_help_says_how_options_are_given(capsys: Capture) -> None:
-    """A flag is no <bool>, --set can be repeated, and the folder is named."""
-    said = " ".join(printed(capsys, "train", "--help").split())
-    assert "<bool>" not in said + printed(capsys, "--help")
-    assert "Can be given several times." in said
-    assert said.count("run in run.folder") == 1
 
 
 def test_more_processes_than_cores_are_started_only_where_asked(

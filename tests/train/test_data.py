@@ -102,9 +102,7 @@ def test_validation_is_spread_over_the_stream():
 
 
 def test_weights_hold_in_each_round_and_each_source_has_its_own_epochs():
-    """Three of `a` for one of `b`; no sequence comes twice before all of its source have come. The
-    batch of a step is the same whatever was asked before. The last source may be the validation.
-    """
+    """Three of `a` for one of `b`; a step has the same batch whatever was asked before."""
     corpus = corpus_of(1500, 5, 0.1, 1000, 1250, apart=True)
     ends = [corpus.packed.stream[numbers[-1] * 5] for numbers in corpus.by_source[:2]]
     assert (ends, min(corpus.validation) * 5) == ([995, 1240], 1250)

@@ -322,9 +322,7 @@ def test_a_signal_that_comes_again_changes_nothing(number: int):
 
 
 def test_a_second_interrupt_ends_the_program(monkeypatch: pytest.MonkeyPatch):
-    """Of a person: a copy comes at once. SIGTERM and SIGINT of one request end nothing either.
-    While a process may leave alone, the first signal ends what it is doing, and is remembered.
-    """
+    """Of a person, not a copy of the first; while a process may leave alone, the first one does."""
     now = iter([10.0, 10.1, 20.0, 21.0, 30.0])
     monkeypatch.setattr("time.monotonic", lambda: next(now))
     with StopSignal() as stop:
