@@ -114,7 +114,3 @@ def test_rows_of_a_docstring_become_a_list() -> None:
     assert "- **`name`**: its text\n  goes on" in shown
     assert "- **`given`**: another" in shown
     assert shown.endswith("Raises:\n    X: why")
-    assert rows("Text.\n\na, b  two\n      names\nc     one") == [
-        ("a, b", "two names"),
-        ("c", "one"),
-    ]

@@ -16,7 +16,18 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.core.errors import InputError
 from shardwise.techniques.pipeline.trace.placeholders import layers, twin
 from tests.engine.cases import regression
-from tests.parallel.between import WIDTH, Block, Experts, LateNorm, Stack, cut, ran, rows, settled
+from tests.parallel.between import (
+    WIDTH,
+    Block,
+    Experts,
+    LateNorm,
+    Stack,
+    cut,
+    ran,
+    rows,
+    settled,
+    through,
+)
 
 TWO = ("blocks.2",)
 
@@ -40,24 +51,24 @@ class Split(Block):
 
 
 def keeps(model: Any, x: Tensor) -> Tensor:
-    return Stack.forward(model, model.before(x)) + model.before.kept
+    return through(model, model.before(x)) + model.before.kept
 
 
 def splits(model: Any, x: Tensor) -> Tensor:
     a, b, c = model.before(x)
-    return Stack.forward(model, a + b + c)
+    return through(model, a + b + c)
 
 
 def reads(model: Any, x: Tensor) -> Tensor:
     x = model.blocks[0](x) * 2
-    return Stack.forward(model, x) if x.sum() > 0 else x
+    return through(model, x) if x.sum() > 0 else x
 
 
 def captures(model: Any, x: Tensor) -> Tensor:
     collector = SimpleNamespace(get=lambda: {"attentions": []})
     capturing: Any = SimpleNamespace(_active_collector=collector)
     with patch.dict(sys.modules, {"transformers.utils.output_capturing": capturing}):
-        return Stack.forward(model, x)
+        return through(model, x)
 
 
 def views(model: Any, x: Tensor) -> Tensor:
@@ -81,11 +92,11 @@ def early(model: Any, x: Tensor) -> Tensor:
 
 def autocast(model: Any, x: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
-        return Stack.forward(model, x)
+        return through(model, x)
 
 
 def hooks(model: Any, x: Tensor) -> Tensor:
-    return Stack.forward(model, x) + model.stored
+    return through(model, x) + model.stored
 
 
 def hooked() -> nn.Module:
@@ -107,7 +118,7 @@ def widens(model: Any, x: Tensor) -> Tensor:
 
 def changes(model: Any, x: Tensor) -> Tensor:
     x = model.blocks[0](x)
-    return Stack.forward(model, x * 2 if model.training else x + 2)
+    return through(model, x * 2 if model.training else x + 2)
 
 
 def reentrant(model: Any, x: Tensor) -> Tensor:
@@ -121,7 +132,7 @@ def stack(
     forward: Callable[[Any, Tensor], Tensor], *blocks: nn.Module, before: nn.Module | None = None
 ) -> nn.Module:
     """Four blocks with this forward, of which the first may be others."""
-    model = type("Forward", (Stack,), {"forward": forward})(before=before)
+    model: Any = Stack(before=before, glue=forward)
     model.table = nn.Buffer(torch.zeros(2, WIDTH))
     for number, block in enumerate(blocks):
         model.blocks[number] = block
@@ -137,12 +148,12 @@ FOLLOWED: list[tuple[Callable[[], nn.Module], str]] = [
     ),
     (lambda: stack(keeps, before=Keeper()), r"no layer has returned.*return x, extra"),
     (
-        lambda: stack(Stack.forward, keeper := Keeper(), Block(), Keeper(keeper)),
+        lambda: stack(through, keeper := Keeper(), Block(), Keeper(keeper)),
         r"blocks\.2, of stage 1, .* blocks\.0, of stage 0, has left .* extra in blocks\.0, and",
     ),
     (lambda: stack(captures), r"returns attentions.*output_attentions=False"),
     (lambda: stack(views), r"__getitem__ after blocks\.0, made in stage 0.*in stage 1"),
-    (lambda: stack(table), r"the buffer Forward\.table that .* another tensor.*x\[:, 0\] = y"),
+    (lambda: stack(table), r"the buffer Stack\.table that .* another tensor.*x\[:, 0\] = y"),
     (lambda: stack(early), r"blocks\.3\.up\.weight, of stage 1, used by __getitem__"),
     (lambda: stack(lambda model, x: model.blocks[0](x)), r"ends in stage 0 of 2, after blocks\.0"),
     (hooked, r"forward hooks on blocks\.0.*the rank of a layer has what its hook stores"),

@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -222,16 +223,6 @@ def test_every_key_has_a_default(tmp_path: Path):
     assert config.build({"train": {"steps": 10, "warmup": 3}}).train.warmup == 3
 
 
-@pytest.mark.parametrize("text", ["", "# nothing but a remark\n", None])
-def test_a_file_that_sets_nothing_is_refused(text: str | None, tmp_path: Path):
-    """An empty file (/dev/null too) is the wrong one, whatever the command line adds to it."""
-    file = tmp_path / "empty.toml" if text is not None else Path("/dev/null")
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(InputError, match=r"which is empty|it is no regular file"):
-        config.read(file, ["train.steps=3"])
-
-
 @settings(deadline=None, max_examples=40)
 @given(
     text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1),
@@ -265,6 +256,7 @@ def test_what_is_written_reads_back(text: str, lr: float, layers: int | None, ti
         ("train.lr=1", 1.0),
         ("run.trackers=wandb, mlflow", ("wandb", "mlflow")),
         ("run.trackers=[]", ()),
+        *((f"run.folder={text}", text) for text in ("9" * 5000, "[" * 5000)),
     ],
 )
 def test_an_override_sets_one_key(override: str, expected: object):
@@ -280,10 +272,8 @@ def test_an_override_sets_one_key(override: str, expected: object):
         ({"train": {"step": 3}}, ["unknown key train.step", "train.steps"]),
         ({"steps": 3}, ["unknown key steps", "train.steps"]),
         ({"model": {"lr": 3}}, ["unknown key model.lr", "train.lr"]),
-        ({"train": {"steps": 0}}, ["train.steps = 0", "greater than or equal to 1"]),
         ({"train": {"lr": "fast"}}, ['train.lr = "fast"', "a valid number", "train.lr = 0.001"]),
         ({"train": {"decay": "step"}}, ["'linear', 'constant' or 'wsd'"]),
-        ({"train": {"lr": float("nan")}}, ["train.lr = NaN", "finite"]),
         ({"train": 3}, ["train = 3", "a section [train]"]),
         ({"train": {"steps": 7.0}}, ["train.steps = 7.0", "a valid integer", "train.steps = 1000"]),
         ({"run": {"folder": 8}}, ["run.folder = 8", "a valid string"]),
@@ -334,24 +324,33 @@ def test_an_override_without_its_parts_is_refused():
         config.override({}, ["train=3"])
 
 
-def test_a_file_that_is_missing_or_not_toml_is_refused(tmp_path: Path):
-    """The file's name is in the answer."""
-    with pytest.raises(InputError, match=r"absent\.toml"):
-        config.read(tmp_path / "absent.toml")
-    for broken in ("[train\nsteps", "a = " + "9" * 5000, "a = " + "[" * 5000):
-        (tmp_path / "broken.toml").write_text(broken)
-        with pytest.raises(InputError, match=r"broken\.toml, which is not TOML"):
-            config.read(tmp_path / "broken.toml")
-        assert config.override({}, [f"train.steps={broken[4:]}"])["train"]["steps"] == broken[4:]
-    (tmp_path / "long.toml").write_text("#" * 2**23)
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "cannot be read"),
+        ("# nothing but a remark\n", "is empty"),
+        *((text, "is not TOML") for text in ("[train\nsteps", "a = " + "9" * 5000, "[" * 5000)),
+        ("\udcff", "cannot be read"),
+        ("#" * 2**23, r"cannot be read \(it is larger than 4 MiB"),
+    ],
+)
+def test_a_file_that_sets_nothing_or_cannot_be_read_is_refused(
+    content: str | None, why: str, tmp_path: Path
+):
+    """By its name, whatever the command line adds to it."""
+    file = tmp_path / "a.toml"
+    if content is not None:
+        file.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(InputError, match=rf"a\.toml.*, which {why}"):
+        config.read(file, ["train.steps=3"])
+
+
+@pytest.mark.parametrize("read", [config.read, cluster_of, table_in, imported])
+def test_a_device_is_no_file(read: Callable[[Path], object], tmp_path: Path):
+    """Of any kind that a command takes."""
     (tmp_path / "zero.toml").symlink_to("/dev/zero")
-    for name, why in (("long.toml", "larger than 4 MiB"), ("zero.toml", "it is no regular file")):
-        for read in (config.read, cluster_of, table_in, imported):
-            with pytest.raises(InputError, match=why):
-                read(tmp_path / name)
-    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(InputError, match=r"bytes\.toml, which cannot be read"):
-        config.read(tmp_path / "bytes.toml")
+    with pytest.raises(InputError, match="it is no regular file"):
+        read(tmp_path / "zero.toml")
 
 
 def test_paths_have_variables_as_in_a_shell(monkeypatch: pytest.MonkeyPatch):

@@ -4,7 +4,8 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from shardwise.train import config
 from shardwise.train.metrics import read
 from tests.comm.hosts import HOSTS, joined_hosts, processes_on
 from tests.comm.test_start import free_port
-from tests.programs import Program, start_program, until
+from tests.programs import Program, run_program, start_program, until
 from tests.train import runs
 
 #: Kills rank 1 after step 1, and once more after step 5: what is killed at once leaves no
@@ -56,37 +57,25 @@ def killed(folder: Path, plan: str, steps: int = 7) -> tuple[config.Config, str]
 TORCHRUN = ["-m", "torch.distributed.run", "--max-restarts", "3"]
 
 
-def ended(programs: Sequence[list[str]]) -> list[tuple[int, str, str]]:
-    """Run programs at once: exit code, output and error output of each."""
-    with ExitStack() as stack:
-        started = list[Program]()
-        for argv in programs:
-            started.append(stack.enter_context(start_program(argv)))
-            stack.callback(started[-1].kill)
-        with ThreadPoolExecutor() as readers:
-            texts = list(readers.map(lambda each: each.communicate(timeout=240), started))
-        return [(each.wait(), *text) for each, text in zip(started, texts, strict=True)]
-
-
 @pytest.mark.full
 def test_torchrun_restarts_end_in_the_undisturbed_curve(tmp_path: Path) -> None:
     """A rank is killed before there is a checkpoint, and another time after: torchrun goes on."""
     straight = runs.run(runs.settings(tmp_path / "straight", "dp2 zero3 fp64"), 2)
     given, file = killed(tmp_path, "dp2 zero3 fp64")
     place = f"--nnodes 2 --nproc-per-node 1 --master-addr 127.0.0.1 --master-port {free_port()}"
-    launchers = [[*place.split(), "--node-rank", str(rank)] for rank in range(2)]
     program = ["-m", "shardwise", "train", file, "--resume", "auto"]
-    done = ended([[*TORCHRUN, *launcher, *program] for launcher in launchers])
-    for code, _, said in done:
-        assert code == 0, said[-3000:]
-    assert any("resumed after step 4" in out for _, out, _ in done)
+    agents = [[*TORCHRUN, *place.split(), "--node-rank", rank, *program] for rank in "01"]
+    with ThreadPoolExecutor() as pool:
+        done = list(pool.map(partial(run_program, timeout=240), agents))
+    assert [each.returncode for each in done] == [0, 0], done
+    assert any("resumed after step 4" in each.stdout for each in done)
     assert (tmp_path / "kills").read_text() == "xx"
     found = read(given.folder)
     assert [(r.step, r.loss) for r in found] == [(r.step, r.loss) for r in straight]
 
 
 @contextmanager
-def agents(file: str) -> Iterator[tuple[Callable[[int], Program], Sequence[str]]]:
+def agents_of(file: str) -> Iterator[tuple[Callable[[int], Program], Sequence[str]]]:
     """What starts torchrun's agent on one of two hosts, and the hosts."""
     meet = f"--nnodes 1:2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint {HOSTS[0]}:29533"
     conf = "is_host={},last_call_timeout=1,join_timeout=60,close_timeout=5"
@@ -115,7 +104,7 @@ def test_a_host_that_is_lost_and_returns_is_left_out_meanwhile(tmp_path: Path) -
     def trained_by(ranks: int) -> bool:
         return bool(found := read(given.folder)) and found[-1].ranks == ranks
 
-    with agents(file) as (agent, hosts), agent(0) as first:
+    with agents_of(file) as (agent, hosts), agent(0) as first:
         with agent(1) as second:
             until(lambda: trained_by(2))
             for pid in processes_on(hosts[1]):
