@@ -133,14 +133,6 @@ def test_what_is_none_or_not_finite_is_left_out():
     assert listed.seen == [("step_ended", 3, {"a": 1.0})]
 
 
-def test_an_object_that_is_no_callback_is_refused():
-    """Without a method, or a class where an object belongs: before the run begins."""
-    with pytest.raises(InputError, match="without run_began, step_ended"):
-        Callbacks([object()])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(InputError, match=r"a class.*Mine\(\)"):
-        Callbacks([Listed])  # pyright: ignore[reportArgumentType]
-
-
 @pytest.mark.parametrize(
     ("make", "text"),
     [(sw.callbacks.WandB, "pip install wandb"), (sw.callbacks.MLflow, "pip install mlflow-skinny")],

@@ -2,12 +2,13 @@
 
 import math
 import random
+import signal
 import tempfile
 from collections import Counter, OrderedDict, defaultdict
 from datetime import UTC, datetime
-from enum import IntEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -282,21 +283,21 @@ def test_the_newest_stay_and_a_program_begins_or_continues_by_one_line(tmp_path:
     assert steps(other, 0, 1) == losses[0]
 
 
-class Event(IntEnum):
-    A = 1
-
-
-class Point(NamedTuple):
-    x: int
-    y: int
-
-
 def test_what_cannot_be_saved_leaves_what_was_there(tmp_path: Path):
     """No checkpoint is begun; the value that would come back as another one is named."""
     inside = [0]
     inside.append(inside)  # type: ignore[arg-type]
-    kinds = [object(), len, Path("a"), tmp_path, datetime.now(UTC), Event.A, IntEnum, np.array("a")]
-    kinds += [Point(1, 2), defaultdict(lambda: 0), torch.eye(2).to_sparse(), {torch.ones(1): 1}]
+    kinds = [
+        object(),
+        len,
+        Path("a"),
+        tmp_path,
+        datetime.now(UTC),
+        signal.SIGTERM,
+        Path,
+        np.array("a"),
+    ]
+    kinds += [urlsplit("a"), defaultdict(lambda: 0), torch.eye(2).to_sparse(), {torch.ones(1): 1}]
     engine = engine_of(alone(), "fp64")
     steps(engine, 0, 1)
     sw.save(engine, tmp_path)

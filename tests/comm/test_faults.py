@@ -32,9 +32,9 @@ from shardwise.comm.start.peers import (
     reported_failure,
     watch_peers,
 )
-from shardwise.comm.start.rendezvous import Limits, host_number, read_limits
+from shardwise.comm.start.rendezvous import Limits, host_number
 from shardwise.comm.world import init
-from shardwise.core.errors import InputError, RankError
+from shardwise.core.errors import RankError
 from tests.comm.test_launch import any_alive
 
 HERE = 7  # the number of a host
@@ -289,11 +289,3 @@ def test_a_rank_that_lost_another_is_not_the_cause(lost: str):
     """The one that raised is named, even if it recorded its error later."""
     own = Failure(2, 1, "ValueError: mine alone")
     assert first_cause([Failure(1, 0, lost), own]) == own
-
-
-@pytest.mark.parametrize("text", ["soon", "0", "inf"])
-def test_limits_are_numbers_of_seconds(text: str):
-    """Anything else in the environment is refused by name."""
-    with pytest.raises(InputError, match=f"SHARDWISE_PATIENCE_S='{text}'"):
-        read_limits({"SHARDWISE_PATIENCE_S": text})
-    assert read_limits({"SHARDWISE_PATIENCE_S": "90"}) == Limits(patience_s=90.0)

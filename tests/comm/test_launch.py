@@ -182,24 +182,6 @@ def test_a_rank_without_a_result_has_failed(function: Callable[[], object], said
         spawn(function, 1)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"ranks": 0}, "ranks=0.*a whole number from 1 up.*ranks=2"),
-        ({"ranks": "2"}, "ranks='2'.*a whole number from 1 up"),
-        ({"device": "tpu"}, "device='tpu'.*cpu or cuda"),
-        ({"device": "cuda", "ranks": 10**6}, "1000000 ranks on cuda.*one GPU for each"),
-        ({"ranks": 10**6}, "1000000 processes on this machine.*more on several machines"),
-        ({"args": (lambda: None,)}, "cannot import.*top level of a module"),
-        ({"function": "work"}, r"spawn of .*Write instead: spawn\(work, 2\)"),
-    ],
-)
-def test_what_cannot_be_spawned_is_refused(given: dict[str, Any], message: str):
-    """Before any process starts, saying what is allowed."""
-    with pytest.raises(InputError, match=message):
-        spawn(**{"function": look_around, **given})
-
-
 def refuse_on(rank: int) -> None:
     """Bad input is found, by all ranks where `rank` is below 0."""
     world = init()

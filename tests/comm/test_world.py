@@ -121,26 +121,21 @@ def test_torch_distributed_as_it_is_found():
     assert run_gloo(4, beside_torch) == [[rank, 4, 4, 4] for rank in range(4)]
 
 
-def begin(how: str, rank: int, folder: str, port: int) -> None:
-    """Initialise torch.distributed as a user's program may, on two ranks."""
-    if how == "file":
-        dist.init_process_group("gloo", f"file://{folder}/file", rank=rank, world_size=2)
-    elif how == "no backend":
-        dist.init_process_group(init_method=f"file://{folder}/none", rank=rank, world_size=2)
-    elif how == "tcp":
-        store = TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    else:  # each rank a world of its own, as under a test runner
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-
-
 def in_each_way(rank: int, folder: str, port: int, outbox: Any) -> None:
     """What each way gives: rank and size of the world, and the mean of both ranks' gradients."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE="2")  # and no MASTER_ADDR, no MASTER_PORT
-    found = []
-    for how in ("file", "no backend", "tcp", "hash"):
-        begin(how, rank, folder, port)
+    two: dict[str, Any] = {"rank": rank, "world_size": 2}
+    store, found = TCPStore("127.0.0.1", port, 2, is_master=rank == 0), []
+    ways: list[dict[str, Any]] = [
+        {"backend": "gloo", "init_method": f"file://{folder}/file"} | two,
+        {"init_method": f"file://{folder}/none"} | two,
+        {"backend": "gloo", "store": store} | two,
+        # each rank a world of its own, as under a test runner
+        {"backend": "gloo", "store": HashStore(), "rank": 0, "world_size": 1},
+    ]
+    for way in ways:
+        dist.init_process_group(**way)
         world, layer = sw.init("cpu"), nn.Linear(1, 1, bias=False)
         (sw.DDP(layer)(torch.ones(1, 1)) * (rank + 1.0)).sum().backward()
         assert layer.weight.grad is not None

@@ -1,4 +1,4 @@
-"""The pages: every command, program, link and output in them is that of the program."""
+"""The pages: every program, link and output in them is that of the program."""
 
 import ast
 import inspect
@@ -15,8 +15,6 @@ import pytest
 import shardwise as sw
 from benchmarks.contenders.roster import SUITES
 from docs.measured import FILES, read
-from shardwise.cli.main import with_resume_value
-from tests import surface
 from tests.docs.pages import PAGES, ROOT, Block, blocks, text_of
 from tests.programs import run_program
 
@@ -65,20 +63,6 @@ def test_links_from_the_root_lead_somewhere(page: str) -> None:
 
 
 # --- commands --------------------------------------------------------------------------------
-
-
-@pytest.mark.cases(len(PAGES))
-@pytest.mark.parametrize("page", PAGES)
-def test_the_commands_of_a_page_are_those_of_the_program(page: str) -> None:
-    """Each command, option and value is accepted by the parser; each script is there."""
-    for program, *argv in (argv for block in blocks(page) for argv in block.commands):
-        if program == "shardwise":
-            words = 2 if argv[0] == "checkpoint" else 1
-            given = argv[words : argv.index(">")] if ">" in argv else argv[words:]
-            name = " ".join(argv[:words])
-            surface.command(name).make_context(name, with_resume_value(given))
-        for script in (word for word in argv if word.startswith(("examples/", "docs/"))):
-            assert script.endswith((".svg", ".png")) or (ROOT / script).is_file(), script
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,6 @@ from shardwise.prediction.time.network import Network, operation_s
 from tests.pool import run_gloo, run_threads
 from tests.train.runs import ended, printed
 
-CPU = torch.device("cpu")
-
 
 def checked(world: World, mesh: str) -> dict[str, dict[str, str]]:
     world = world.on(Mesh.parse(mesh))

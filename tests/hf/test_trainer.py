@@ -309,10 +309,24 @@ def refused(tmp_path: Path, plan: str = "zero3", **given: Any) -> str:
     return str(error.value)
 
 
-@pytest.mark.cases(8)
+class OwnStep(Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise AssertionError
+
+
+SGD = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+
+
+@pytest.mark.cases(14)
 @pytest.mark.parametrize(
     ("given", "instead"),
     [
+        ({"optimizers": (SGD, None)}, "optimizer_cls_and_kwargs"),
+        ({"model_init": model}, "model=model_init()"),
+        ({"trainer": OwnStep}, "OwnStep.training_step"),
+        ({"plan": "pp2", "compute_metrics": accuracy}, "only the last stage"),
+        ({"plan": "dp2 zero3"}, "dp2"),  # on one process
+        ({"auto_find_batch_size": True, "optim": "adafactor"}, "2 things are wrong with the Train"),
         ({"activation_checkpointing": True}, "recompute:full"),
         ({"auto_find_batch_size": True}, "shardwise predict"),
         ({"torch_compile": True}, "sw.parallelize"),
@@ -326,23 +340,6 @@ def refused(tmp_path: Path, plan: str = "zero3", **given: Any) -> str:
 def test_what_a_plan_cannot_do_is_refused(given: dict[str, Any], instead: str, tmp_path: Path):
     """Before anything is built, with what to write instead."""
     assert instead in refused(tmp_path, **given)
-
-
-class OwnStep(Trainer):
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        raise AssertionError
-
-
-def test_own_optimizers_and_steps_are_refused(tmp_path: Path):
-    """And a plan for more processes than a launcher has started; several problems are one error."""
-    sgd = torch.optim.SGD(model().parameters(), lr=0.1)
-    assert "optimizer_cls_and_kwargs" in refused(tmp_path, optimizers=(sgd, None))
-    assert "model=model_init()" in refused(tmp_path, model_init=model)
-    assert "OwnStep.training_step" in refused(tmp_path, trainer=OwnStep)
-    assert "only the last stage" in refused(tmp_path, "pp2", compute_metrics=lambda _: {})
-    assert "dp2" in refused(tmp_path, "dp2 zero3")  # on one process
-    several = refused(tmp_path, auto_find_batch_size=True, optim="adafactor")
-    assert several.startswith("2 things are wrong with the TrainingArguments")
 
 
 def test_the_plan_takes_precision_and_microbatches_of_the_arguments(tmp_path: Path):

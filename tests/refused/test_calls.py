@@ -15,7 +15,10 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.callbacks import Callback, Callbacks
 from shardwise.comm.move import all_to_all, move
+from shardwise.comm.start.launch import spawn
+from shardwise.comm.start.rendezvous import read_limits
 from shardwise.comm.world import alone, traced
 from shardwise.core.errors import InputError
 from shardwise.core.layouts.layout import P, Placement, R, S
@@ -57,6 +60,23 @@ def part_later() -> nn.Module:
 
 #: Calls, and the pattern of their paragraph.
 CALLS: list[tuple[Callable[[], Any], str]] = [
+    # ranks
+    *(
+        (partial(spawn, **({"function": engine_of} | options)), said)
+        for options, said in (
+            ({"ranks": 0}, "ranks=0.*a whole number from 1 up.*ranks=2"),
+            ({"ranks": "2"}, "ranks='2'.*a whole number from 1 up"),
+            ({"device": "tpu"}, "device='tpu'.*cpu or cuda"),
+            ({"device": "cuda", "ranks": 10**6}, "1000000 ranks on cuda.*one GPU for each"),
+            ({"ranks": 10**6}, "1000000 processes on this machine.*more on several machines"),
+            ({"args": (lambda: None,)}, "cannot import.*top level of a module"),
+            ({"function": "work"}, r"spawn of .*Write instead: spawn\(work, 2\)"),
+        )
+    ),
+    *(
+        (partial(read_limits, {"SHARDWISE_PATIENCE_S": text}), f"SHARDWISE_PATIENCE_S='{text}'")
+        for text in ("soon", "0", "inf")
+    ),
     # placements, meshes and plans
     *((partial(Placement.parse, t), "Write instead: ") for t in ("", "X", "S", "S-1", "r")),
     *((partial(Placement, *of), "S with one from 0 up") for of in (("S",), ("R", 0), ("S", -1))),
@@ -136,9 +156,11 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
         lambda: engine_of("pp2 1f1b:2", deep(), loss=penalised).step(torch.rand(2, 8)),
         r"a gradient inside of the forward of a pipeline.*torch\.autograd\.grad",
     ),
-    # metrics
+    # callbacks and metrics
+    (lambda: Callbacks([object()]), "without run_began, step_ended"),  # type: ignore[list-item]
+    (lambda: Callbacks([Callback]), r"a class.*Mine\(\)"),  # type: ignore[list-item]
     (
-        lambda: sw.callbacks.Callbacks([]).step_ended(1, {"norm": "large"}),  # type: ignore[dict-item]
+        lambda: Callbacks([]).step_ended(1, {"norm": "large"}),  # type: ignore[dict-item]
         r"the metric 'norm' = 'large'.*a number",
     ),
     # tables

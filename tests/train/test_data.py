@@ -128,17 +128,13 @@ def test_the_unigram_entropy_of_two_even_tokens_is_one_bit():
 # --- the cache of tokens ------------------------------------------------------------------------
 
 
-def _never(_: Any) -> Any:
-    raise AssertionError("read again")
-
-
 def test_the_second_reading_comes_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Tokenised once for the same content, again for other content, also when trained."""
     source = source_in(tmp_path / "in", "some text " * 50)
     for spoken in ("bytes", "bpe:280"):
         first = packed.tokenise([source], spoken, tmp_path / "cache")
         with monkeypatch.context() as patch:
-            patch.setattr(sources.Source, "documents", _never)
+            patch.setattr(sources.Source, "documents", fails(errno.EIO))
             again = packed.tokenise([source], spoken, tmp_path / "cache")
         assert again.key == first.key
         assert again.stream.tolist() == first.stream.tolist()
