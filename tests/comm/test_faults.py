@@ -223,19 +223,6 @@ def test_what_a_process_does_after_its_result_does_not_undo_it(
     assert not any_alive(tmp_path)
 
 
-def crash() -> None:
-    os.abort()
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("interpreters")
-def test_a_rank_that_crashes_is_told_with_its_stack():
-    """A fatal signal, such as the abort of a process by NCCL's watchdog."""
-    with pytest.raises(RankError, match=r"it was ended by SIGABRT(?s:.)*in crash") as caught:
-        spawn(crash, 1)
-    assert "Fatal Python error: Aborted" in str(caught.value)
-
-
 def take_fewer_steps_on_1() -> None:
     world = init("cpu")
     for step in range(3):

@@ -118,6 +118,8 @@ def fail_on_1(how: str, folder: Path) -> None:
             raise ValueError("mine alone")
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "aborts":  # as NCCL's watchdog does
+            os.abort()
         os._exit(3)
     if world.rank == 0:
         dist.all_reduce(torch.ones(1))
@@ -131,6 +133,7 @@ def fail_on_1(how: str, folder: Path) -> None:
         ("raise", "Traceback .*ValueError: mine alone$"),
         ("killed", "it was ended by SIGKILL"),
         ("exit", "it left with exit code 3"),
+        ("aborts", "it was ended by SIGABRT.*Fatal Python error: Aborted.*in fail_on_1"),
     ],
 )
 def test_a_failed_rank_ends_the_others_and_is_named_first(how: str, said: str, tmp_path: Path):

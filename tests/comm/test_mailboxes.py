@@ -214,14 +214,26 @@ def test_the_environment_switches_memory_off_that_has_no_name(value: str):
 # --- ranks whose calls differ ---------------------------------------------------------------------
 
 
-def disagree(world: World, sent: int, expected: int) -> str:
-    """The error where rank 0 sends so many rows to rank 1, which expects another number."""
-    axis = all_ranks(world, "ep")
+def counts_differ(world: World, sent: int, expected: int) -> None:
+    """Rank 0 sends so many rows to rank 1, which expects another number."""
+    rows, axis = torch.zeros(sent * (1 - world.rank), 2), all_ranks(world, "ep")
+    out_counts, in_counts = ([0, 0], [0, sent]) if world.rank == 0 else ([expected, 0], [0, 0])
+    c.all_to_all(rows, axis, out_counts, in_counts)
+
+
+def calls_differ(world: World) -> None:
+    """One reduces 88 bytes, the other gathers 8."""
+    axis = all_ranks(world)
+    if world.rank == 0:
+        c.all_reduce(torch.zeros(11, dtype=torch.float64), axis)
+    c.all_gather(torch.zeros(1, dtype=torch.float64), axis)
+    axis.transport.barrier()
+
+
+def said(world: World, act: Callable[..., None], *args: int) -> str:
+    """The error of a rank."""
     try:
-        if world.rank == 0:
-            c.all_to_all(torch.zeros(sent, 2), axis, [0, 0], [0, sent])
-        else:
-            c.all_to_all(torch.zeros(0, 2), axis, [expected, 0], [0, 0])
+        act(world, *args)
     except RuntimeError as error:
         return str(error)
     return ""
@@ -230,31 +242,18 @@ def disagree(world: World, sent: int, expected: int) -> str:
 @pytest.mark.parametrize(("sent", "expected"), [(2, 3), (0, 1), (1, 0)])
 def test_counts_that_disagree_are_an_error_and_no_hang(sent: int, expected: int):
     """Where ranks share memory the message's size is noticed, none at all included."""
-    sender, receiver = run_gloo(2, disagree, sent, expected)
+    sender, receiver = run_gloo(2, said, counts_differ, sent, expected)
     assert sender == ""
     assert f"{8 * sent} bytes instead of {8 * expected}" in receiver
     assert "the counts of an all_to_all must agree" in receiver
     assert "from rank 0: that rank sent it in all_to_all" in receiver
-    assert "all_to_all on axis ep, called by disagree (test_mailboxes.py:" in receiver
-
-
-def call_other(world: World) -> str:
-    """The error of each rank where one reduces 88 bytes and the other gathers 8."""
-    axis = all_ranks(world)
-    try:
-        if world.rank == 0:
-            c.all_reduce(torch.zeros(11, dtype=torch.float64), axis)
-        c.all_gather(torch.zeros(1, dtype=torch.float64), axis)
-        axis.transport.barrier()
-    except RuntimeError as error:
-        return str(error)
-    return ""
+    assert "all_to_all on axis ep, called by counts_differ (test_mailboxes.py:" in receiver
 
 
 def test_calls_that_disagree_are_an_error_on_both_sides():
     """Each names the other rank, both kinds of call and the line of its own."""
-    for rank, text in enumerate(run_gloo(2, call_other)):
-        assert f"rank {1 - rank}" in text and "called by call_other (test_mailboxes.py:" in text
+    for rank, text in enumerate(run_gloo(2, said, calls_differ)):
+        assert f"rank {1 - rank}" in text and "called by calls_differ (test_mailboxes.py:" in text
         assert "all_reduce" in text and "all_gather" in text
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import shardwise as sw
 from docs.docstrings import markdown, rows
@@ -20,6 +20,7 @@ from shardwise.engine.step_end import StepResult
 from shardwise.train.config import Config
 from shardwise.train.metrics import Record
 from tests.docs.pages import DOCS, ROOT, text_of
+from tests.engine.cases import squares
 
 REFERENCE = "docs/reference"
 
@@ -50,11 +51,10 @@ def test_the_members_that_are_shown_are_there() -> None:
     for name, members in MEMBERS.items():
         assert [each for each in members if not hasattr(getattr(sw, name), each)] == []
     world = alone()
-    engine = sw.parallelize(nn.Linear(4, 2), "zero3", world, loss=lambda m, x: m(x).sum())
+    engine = sw.parallelize(nn.Linear(4, 2), "zero3", world, loss=squares)
     for made, said in ((engine, ENGINE), (world, WORLD)):
         names = " ".join(re.findall(r"^\| (`.+`) \|", said, re.MULTILINE))
         assert [each for each in re.findall("`(\\w+)`", names) if not hasattr(made, each)] == []
-    world.close()
 
 
 def test_every_key_has_a_meaning() -> None:
@@ -89,15 +89,9 @@ def test_the_variables_are_those_that_the_package_reads() -> None:
 
 def test_the_files_of_a_checkpoint_are_those_of_the_page(tmp_path: Path) -> None:
     """The names in the folder, the tensors, and the keys of its JSON file."""
-
-    def loss(model: nn.Module, x: Tensor) -> Tensor:
-        return model(x).square().mean()
-
-    world = alone()
-    engine = sw.parallelize(nn.Linear(4, 2), "zero3", world, loss=loss)
+    engine = sw.parallelize(nn.Linear(4, 2), "zero3", alone(), loss=squares)
     engine.step(torch.rand(3, 4))
     folder = sw.save(engine, tmp_path, extra={"epoch": 1})
-    world.close()
     page = text_of(f"{REFERENCE}/checkpoint-format.md")
     for path in (*folder.iterdir(), tmp_path / "latest"):
         assert path.exists() and f"{path.name} " in page

@@ -2,9 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -74,25 +72,6 @@ def test_torchrun_restarts_end_in_the_undisturbed_curve(tmp_path: Path) -> None:
     assert [(r.step, r.loss) for r in found] == [(r.step, r.loss) for r in straight]
 
 
-@contextmanager
-def agents_of(file: str) -> Iterator[tuple[Callable[[int], Program], Sequence[str]]]:
-    """What starts torchrun's agent on one of two hosts, and the hosts."""
-    meet = f"--nnodes 1:2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint {HOSTS[0]}:29533"
-    conf = "is_host={},last_call_timeout=1,join_timeout=60,close_timeout=5"
-    # a shared store would not tell a host that joins later where the ranks meet
-    shared = {"SHARDWISE_FROZEN_S": "2", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    shared |= {"GLOO_SOCKET_IFNAME": "eth0"}
-    program = ["-m", "shardwise", "train", file, "--resume", "auto"]
-    with joined_hosts(2) as hosts:
-
-        def agent(number: int) -> Program:
-            own = ["--local-addr", HOSTS[number], "--rdzv-conf", conf.format(int(not number))]
-            argv = [*TORCHRUN, *meet.split(), *own, *program]
-            return start_program(argv, None, shared, hosts[number])
-
-        yield agent, hosts
-
-
 @pytest.mark.full
 def test_a_host_that_is_lost_and_returns_is_left_out_meanwhile(tmp_path: Path) -> None:
     """Under torchrun --nnodes 1:2 its agent and its rank are killed, and started again later."""
@@ -104,7 +83,19 @@ def test_a_host_that_is_lost_and_returns_is_left_out_meanwhile(tmp_path: Path) -
     def trained_by(ranks: int) -> bool:
         return bool(found := read(given.folder)) and found[-1].ranks == ranks
 
-    with agents_of(file) as (agent, hosts), agent(0) as first:
+    meet = f"--nnodes 1:2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint {HOSTS[0]}:29533"
+    conf = "is_host={},last_call_timeout=1,join_timeout=60,close_timeout=5"
+    # a shared store would not tell a host that joins later where the ranks meet
+    shared = {"SHARDWISE_FROZEN_S": "2", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    shared |= {"GLOO_SOCKET_IFNAME": "eth0"}
+    program = ["-m", "shardwise", "train", file, "--resume", "auto"]
+
+    def agent(number: int) -> Program:
+        own = ["--local-addr", HOSTS[number], "--rdzv-conf", conf.format(int(not number))]
+        argv = [*TORCHRUN, *meet.split(), *own, *program]
+        return start_program(argv, None, shared, hosts[number])
+
+    with joined_hosts(2) as hosts, agent(0) as first:
         with agent(1) as second:
             until(lambda: trained_by(2))
             for pid in processes_on(hosts[1]):
