@@ -1,6 +1,7 @@
 """`sw.save` and `sw.load`: what is saved goes on under any plan, and in any loop."""
 
 import math
+import os
 import random
 import signal
 import tempfile
@@ -143,18 +144,20 @@ def test_a_checkpoint_is_published_under_its_step_and_as_the_latest(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "pointer", [None, b"step-000300", b"", b"../elsewhere", b"\xff", b"x" * 5000, b"\0"]
+    "pointer", [None, b"step-000300", b"", b"../elsewhere", b"\xff", b"x" * 5000, b"\0", "fifo"]
 )
 def test_without_a_good_pointer_the_newest_whole_checkpoint_is_found(
-    tmp_path: Path, pointer: bytes | None
+    tmp_path: Path, pointer: bytes | str | None
 ):
     """`latest` may be missing or wrong: then the names tell, and halves are passed over."""
     saved(tmp_path, 100)
     saved(tmp_path, 200)
     (tmp_path / "step-000300").mkdir()
     (tmp_path / "latest").unlink()
-    if pointer is not None:
+    if isinstance(pointer, bytes):
         (tmp_path / "latest").write_bytes(pointer)
+    elif pointer:
+        os.mkfifo(tmp_path / "latest")
     assert find(tmp_path) == tmp_path / "step-000200"
 
 
