@@ -1,6 +1,6 @@
 """A small command-line program for the tests of launchers, which runs the action that it is given.
 
-launch(["saves", FOLDER])   under `launch`; each rank leaves its process number in the folder
+launch(["raise"], 2)        under `launch`
 python -m program kill 1    under no launcher, for the tests of the start and of the peers
 """
 
@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 
 import torch
 from torch import nn
@@ -28,17 +27,8 @@ def meet_and_wait(folder: Path) -> None:
 
 def main() -> None:
     """What a rank of `launch` does."""
-    what, folder = sys.argv[1], Path(sys.argv[2])
-    world = init()
-
-    def saved(number: int, frame: FrameType | None) -> None:
-        (folder / f"saved-{world.rank}").touch()
-        sys.exit(0)
-
-    if what == "saves":
-        signal.signal(signal.SIGTERM, saved)
+    world, what = init(), sys.argv[1]
     world.barrier()
-    (folder / f"pid-{world.rank}").write_text(str(os.getpid()))
     if what == "refuse" or (what == "refuse-on-1" and world.rank == 1):
         print("Given: nothing. Allowed: something. Write instead: this.", file=sys.stderr)
         sys.exit(2)

@@ -24,13 +24,6 @@ from shardwise.core.errors import InputError, RankError, bad
 from tests.programs import run_program, until
 
 ROOT = Path(__file__).parents[2]
-START = """
-import sys
-from shardwise.comm.start.launch import launch
-
-if __name__ == "__main__":
-    sys.exit(launch(sys.argv[1:], 2, "tests.comm.program"))
-"""
 
 
 def is_alive(pid: int) -> bool:
@@ -218,13 +211,13 @@ def test_bad_input_found_by_a_rank_is_the_callers_to_mend(rank: int):
     ],
 )
 def test_launch_shows_what_the_ranks_say_once(
-    what: str, code: int, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    what: str, code: int, said: str, capfd: pytest.CaptureFixture[str]
 ):
     """Nothing of its own; a refusal of one rank or of all; the traceback of who failed alone."""
-    assert launch([what, str(tmp_path)], 2, "tests.comm.program") == code
+    assert launch([what], 2, "tests.comm.program") == code
     printed = capfd.readouterr().err
     assert re.fullmatch(said, printed, re.DOTALL)
-    assert "elastic" not in printed and "runpy" not in printed
+    assert "runpy" not in printed
 
 
 SPAWN = """
@@ -235,26 +228,19 @@ from tests.comm.program import meet_and_wait
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    sw.spawn(meet_and_wait, 2, (Path(sys.argv[2]),))
+    sw.spawn(meet_and_wait, 2, (Path(sys.argv[1]),))
 """
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("source", "number"),
-    [
-        (SPAWN, signal.SIGINT),
-        (START, signal.SIGKILL),
-        (SPAWN.replace(",))", ",), fork=True)"), signal.SIGKILL),
-    ],
-    ids=["spawn", "launch", "fork"],
-)
-def test_ranks_end_with_their_launcher(source: str, number: int, tmp_path: Path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("fork", [False, True])
+def test_ranks_end_with_their_launcher(number: int, fork: bool, tmp_path: Path):
     """It is interrupted, and raises KeyboardInterrupt; or killed, and its ranks leave alone."""
     script = tmp_path / "script.py"
-    script.write_text(source)
+    script.write_text(SPAWN.replace(",))", f",), fork={fork})"))
     environ = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    argv = [sys.executable, str(script), "saves", str(tmp_path)]
+    argv = [sys.executable, str(script), str(tmp_path)]
     with subprocess.Popen(argv, env=environ, stderr=subprocess.PIPE, text=True) as process:
         pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
         until(lambda: all(file.exists() and file.stat().st_size for file in pids))

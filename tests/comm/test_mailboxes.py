@@ -146,15 +146,16 @@ def test_whoever_waits_for_a_process_that_is_gone_is_told(monkeypatch: pytest.Mo
     assert shared._attach(gone.pid, 5) is shared._attach(os.getpid(), 10**6) is None
 
 
-def opened(world: World, split: bool, full: bool, off: bool) -> tuple[bool, list[float]]:
-    """Whether the ranks have mailboxes, and sums over them; on hosts apart, or without memory."""
+def opened(world: World, where: str) -> tuple[bool, list[float]]:
+    """Whether the ranks have mailboxes, and sums over them."""
     own = shared._host, shared._create
     try:
-        if split and world.rank:
+        if where == "two hosts" and world.rank:
             shared._host = lambda: 12345
-        if full:
+        if where == "no memory left":
             shared._create = lambda _: -1
-        wanted = shared_memory_wanted({SWITCH: "0"} if off and world.rank == 1 else {})
+        off = where == "switched off on one rank" and world.rank == 1
+        wanted = shared_memory_wanted({SWITCH: "0"} if off else {})
         given = gloo_of(all_ranks(world))
         fresh = Gloo(given.group, shared=wanted).with_ledger("dp", Ledger(), CPU)
         x = torch.ones(8) * (world.rank + 1)
@@ -169,21 +170,12 @@ def opened(world: World, split: bool, full: bool, off: bool) -> tuple[bool, list
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
-    ("split", "full", "off", "has"),
-    [
-        (False, False, False, True),
-        (True, False, False, False),
-        (False, True, False, False),
-        (False, False, True, False),
-    ],
-    ids=["one host", "two hosts", "no memory left", "switched off on one rank"],
+    "where", ["one host", "two hosts", "no memory left", "switched off on one rank"]
 )
-def test_ranks_share_memory_where_they_can(
-    ranks: int, split: bool, full: bool, off: bool, has: bool
-):
-    """Real processes: the sum is the same with mailboxes and without, and there are some if any."""
-    for found, x in run_gloo(ranks, opened, split, full, off):
-        assert found == has
+def test_ranks_share_memory_where_they_can(ranks: int, where: str):
+    """Real processes: the sum is the same with mailboxes and without, and all have some or none."""
+    for found, x in run_gloo(ranks, opened, where):
+        assert found == (where == "one host")
         assert x == [ranks * (ranks + 1) / 2] * (8 + 2 * 3 * ranks)
 
 
