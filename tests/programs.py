@@ -89,6 +89,7 @@ class Program:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.kill()
         self.process.join()
         self.stdout.close()
         self.stderr.close()

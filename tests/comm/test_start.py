@@ -31,7 +31,7 @@ from shardwise.comm.start.rendezvous import (
 from shardwise.core.errors import InputError
 from tests.comm.hosts import HOSTS, joined_hosts, set_link
 from tests.engine.cases import fails
-from tests.programs import run_program, start_program
+from tests.programs import Program, run_program, start_program
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,11 +55,11 @@ def ended(
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
     shared |= variables | {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     argv = program(*what.split())
-    started = [start_program(argv, ROOT, shared | {"RANK": str(rank)}) for rank in ranks]
     with ExitStack() as stack:
-        for process in started:
-            stack.enter_context(process)
-            stack.callback(process.kill)
+        started = [
+            stack.enter_context(start_program(argv, ROOT, shared | {"RANK": str(rank)}))
+            for rank in ranks
+        ]
         found: list[tuple[int | None, str, str]] = []
         stopped = [f"stop {rank}" == what for rank in ranks]
         for process, never in sorted(zip(started, stopped, strict=True), key=itemgetter(1)):
@@ -92,13 +92,10 @@ def test_a_host_whose_link_is_down_ends_all_ranks():
     shared = {"WORLD_SIZE": "4", "MASTER_ADDR": HOSTS[0], "SHARDWISE_FROZEN_S": "1"}
     shared |= {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "eth0"}
     with joined_hosts(2) as hosts, ExitStack() as stack:
-        ranks = [
-            start_program(program("sleep"), ROOT, shared | {"RANK": str(rank)}, hosts[rank // 2])
-            for rank in range(4)
-        ]
-        for process in ranks:
-            stack.enter_context(process)
-            stack.callback(process.kill)
+        ranks: list[Program] = []
+        for rank in range(4):
+            own = program("sleep"), ROOT, shared | {"RANK": str(rank)}, hosts[rank // 2]
+            ranks.append(stack.enter_context(start_program(*own)))
         assert all(process.stdout.readline() == "met\n" for process in ranks)
         time.sleep(2)  # a heartbeat of each
         set_link(hosts, 1, "down")
