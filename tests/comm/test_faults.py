@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import filesystem
 
 from shardwise.comm.move import all_reduce
 from shardwise.comm.start import launch, peers
-from shardwise.comm.start.excepthook import Failure, death_text, first_cause
+from shardwise.comm.start.excepthook import Failure, first_cause
 from shardwise.comm.start.launch import spawn
 from shardwise.comm.start.peers import (
     CallStack,
@@ -254,15 +254,6 @@ def test_ranks_that_wait_for_what_cannot_come_are_told_where(ranks: int, functio
     assert caught.value.rank != 1
     assert function.__name__ in str(caught.value)
     assert "worker.py" not in str(caught.value)
-
-
-# --- which failure is reported --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("code", "hint"), [(-signal.SIGKILL, False), (1, True)])
-def test_a_rank_that_ends_before_its_start_is_told_why(code: int, hint: bool):
-    """The main script is suspected only where the process ended by itself."""
-    assert ("__name__" in death_text(code, started=False)) == hint
 
 
 @pytest.mark.parametrize(

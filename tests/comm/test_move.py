@@ -271,8 +271,6 @@ def test_many_numbers_are_summed_by_an_all_reduce(run: Any, ranks: int):
     assert run(ranks, summed, many) == [(True, 2 * many * (ranks - 1) // ranks)] * ranks
 
 
-# --- collectives by name --------------------------------------------------------------------------
-
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 
 
@@ -315,9 +313,6 @@ def test_collectives_by_name(run: Any, ranks: int):
     """On every dtype they give what one process computes; a broadcast counts on its root alone."""
     for dtype in DTYPES:
         assert all(all(good) for good in run(ranks, by_name, dtype))
-
-
-# --- all-to-all with counts -----------------------------------------------------------------------
 
 
 def counts(table: str, ranks: int) -> list[list[int]]:

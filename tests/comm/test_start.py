@@ -196,8 +196,6 @@ def test_a_store_that_closes_is_no_raw_error():
         meet(other, Limits(start_s=20))
 
 
-# --- other launchers ------------------------------------------------------------------------------
-
 SCRIPT = """
 import sys, torch
 from torch import nn

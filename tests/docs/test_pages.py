@@ -62,9 +62,6 @@ def test_links_from_the_root_lead_somewhere(page: str) -> None:
         assert not anchor or anchor[1:] in slugs, anchor
 
 
-# --- commands --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "page", [p if p == "README.md" else pytest.param(p, marks=pytest.mark.full) for p in PRINTED]
 )

@@ -229,7 +229,6 @@ NAMED = LAUNCHED | {"deepspeed_config": {"deepspeed_config_file": "ds.json"}}
     ("name", "text", "said"),
     [
         ("a.json", json.dumps(zero(7)), "stage = 7"),
-        ("a.json", json.dumps(zero(True)), "stage = true"),
         ("a.json", json.dumps({"zero_optimization": "3"}), "a section of keys"),
         ("a.json", json.dumps({"gradient_accumulation_steps": 0}), "from 1 up"),
         ("a.yaml", yaml.dump(fsdp(sharding_strategy="FULL")), 'fsdp_sharding_strategy = "FULL"'),

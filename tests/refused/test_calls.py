@@ -144,9 +144,7 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
             rf"rerun:2\" under .*\(it has {reason}.*Write instead: check_every=9",
         )
         for words, reason in (
-            ("pp2 1f1b:2", "1f1b:2, one data rank"),
             ("dp2 tp2", "tp2"),
-            ("dp2 cp2", "cp2"),
             ("dp2 zero3 offload:optim", "offload:optim"),
             ("dp1", "one data rank"),
         )

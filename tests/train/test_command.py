@@ -228,9 +228,8 @@ def test_every_key_has_a_default(tmp_path: Path):
     text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1),
     lr=st.floats(1e-6, 1.0),
     layers=st.none() | st.integers(1, 99),
-    tied=st.none() | st.booleans(),
 )
-def test_what_is_written_reads_back(text: str, lr: float, layers: int | None, tied: bool | None):
+def test_what_is_written_reads_back(text: str, lr: float, layers: int | None):
     """config.toml in the run folder holds exactly the configuration that ran."""
     import tomllib
 
@@ -238,7 +237,7 @@ def test_what_is_written_reads_back(text: str, lr: float, layers: int | None, ti
         # no file's name has a zero, and a dollar begins a variable
         "run": {"folder": text.replace("\0", "0").replace("$", "s")},
         "train": {"lr": lr},
-        "model": {"layers": layers, "tied": tied},
+        "model": {"layers": layers},
     }
     before = config.build(given_values)
     assert config.build(tomllib.loads(config.dump(before))) == before
@@ -276,7 +275,6 @@ def test_an_override_sets_one_key(override: str, expected: object):
         ({"train": {"decay": "step"}}, ["'linear', 'constant' or 'wsd'"]),
         ({"train": 3}, ["train = 3", "a section [train]"]),
         ({"train": {"steps": 7.0}}, ["train.steps = 7.0", "a valid integer", "train.steps = 1000"]),
-        ({"run": {"folder": 8}}, ["run.folder = 8", "a valid string"]),
         ({"run": {"folder": "a\0b"}}, ["run.folder", "match pattern"]),
         ({"data": {"field": "\udcff"}}, ["data.field", "unicode"]),
         ({"run": {"trackers": ["wnb"]}}, ['run.trackers = ["wnb"]', "'wandb' or 'mlflow'"]),

@@ -267,9 +267,6 @@ def test_the_end_says_how_to_open_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "report.html could not be made (ValueError: no page)" in said.getvalue()
 
 
-# --- loads of experts ----------------------------------------------------------------------------
-
-
 @pytest.mark.full
 def test_loads_do_not_depend_on_the_plan(tmp_path: Path) -> None:
     """Nor on a break after two steps, or on a third step in which a data rank has no rows."""
@@ -287,9 +284,6 @@ def test_loads_do_not_depend_on_the_plan(tmp_path: Path) -> None:
         assert (a.expert_loads, a.dropped) == (b.expert_loads, b.dropped)
         assert (a.loss, a.gate_entropy) == pytest.approx((b.loss, b.gate_entropy), rel=1e-10)
     assert any(record.dropped for record in one)
-
-
-# --- disk ---------------------------------------------------------------------------------------
 
 
 def used(world: World, folder: str, words: str) -> tuple[list[int], list[int], str]:
@@ -320,9 +314,6 @@ def test_the_disk_counts_what_the_ledger_counts(tmp_path: Path) -> None:
     assert second == ""
     assert [line for *_, line in run_gloo(2, used, str(tmp_path), "")] == ["", ""]
     assert list(tmp_path.iterdir()) == []
-
-
-# --- profiles -----------------------------------------------------------------------------------
 
 
 @pytest.mark.full
