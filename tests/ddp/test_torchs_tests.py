@@ -240,9 +240,7 @@ RUN = """
 
 @pytest.mark.full
 def test_torchs_tests_of_ddp_pass(tmp_path: Path) -> None:
-    """All that are not about CUDA or the insides of torch's class, and one of torch.compile. In
-    processes of their own: the tests change torch for good.
-    """
+    """In processes of their own: the tests change torch for good."""
     for name in ("barrier", "test_dir"):
         (tmp_path / name).mkdir()
     (tmp_path / "lockfile").touch()

@@ -249,13 +249,6 @@ CALLS: list[tuple[Callable[[], Any], str]] = [
         lambda: sw.derive_table(nn.Linear(6, 6, device="meta"), torch.ones(2, 5), 2),
         "on the meta device gives",
     ),
-    # context
-    (
-        lambda: sw.predict(
-            gpt.GPT(CONFIG).to("meta"), "cp8:ulysses", gpt.random_text(2, 8, 37, 0), loss=gpt.loss
-        ),
-        "Ulysses attention of .* heads on 8 ranks",
-    ),
     # models
     *(
         (partial(replace, CONFIG, **sizes), said)
