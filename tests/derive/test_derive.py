@@ -18,7 +18,7 @@ from shardwise.engine.predict import predict
 from shardwise.models import hf
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.registry import find
-from shardwise.techniques.tensor.hf_tables import _DECODERS, _STYLES
+from shardwise.techniques.tensor.hf_tables import _DECODERS
 from shardwise.techniques.tensor.source import own_table, shapes, table_of
 from shardwise.techniques.tensor.table_check import check
 from shardwise.train import config
@@ -243,16 +243,6 @@ def test_the_tables_of_transformers_fit(name: str, ranks: int, sp: bool):
     assert whole == set()
 
 
-def test_what_works_on_the_sequence_in_a_decoder():
-    """Norms of the residual stream, not those in attention; experts token by token."""
-    qwen = dict(table_of(made("qwen3")).sequence)
-    assert "model.layers.*.self_attn.q_norm" not in qwen
-    mixed = dict(table_of(made("qwen3_moe", mlp_only_layers=[1])).sequence)
-    assert mixed["model.layers.1.mlp"] == "gather"
-    assert mixed["model.layers.*.mlp.gate"] == "sequence"  # layer 1 has none
-    assert "model.layers.*.mlp" not in mixed
-
-
 def test_plans_of_configurations_are_read():
     """A style for the sequence would be read; one that we lack is refused, with the module. A model
     without its head has the same table: the plan is the base model's.
@@ -304,12 +294,6 @@ def test_modules_as_a_table_sees_them():
     assert ("num_heads", 2) in seen["attn"].numbers and not seen["drop"].parameters
     (problem, *_) = check(Table.of({"attn.out_proj": "rowwise"}), seen, sp=False, ranks=2)
     assert "NonDynamicallyQuantizableLinear" in problem.given
-
-
-def test_every_style_of_the_library_is_one_of_ours_or_whole():
-    """What plans of transformers say is translated to styles that a table takes."""
-    for style in filter(None, _STYLES.values()):
-        assert Table.of({}, sequence={"a": style}).sequence == (("a", style),)
 
 
 def test_the_page_has_every_style():

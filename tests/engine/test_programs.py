@@ -10,12 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.techniques.data.apply import driver_of
-from shardwise.techniques.data.outputs import Output
 from tests.engine.cases import difference, settled, squares
 from tests.engine.loops import LOOPS, Loop, Side, adam, coder, rows, wrap
 from tests.engine.zoo import Buffered, dims, make
@@ -25,17 +23,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "one-technique.md"
 FIRST = ("DDP", "FULL_SHARD")
 Make = Callable[[], nn.Module]
 LossOf = Callable[[Any, Tensor], Tensor]
-
-
-class Gated(nn.Module):
-    """A product in a checkpoint of torch, which saves both of its factors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(lambda x: F.silu(self.gate(x)) * self.up(x), x, use_reentrant=False)
 
 
 class Aside(nn.Module):
@@ -144,6 +131,12 @@ def by_dims(side: Side) -> None:
     for step in side.steps(optim=torch.optim.AdamW(groups, lr=0.05, weight_decay=0.0)):
         side.backward(step)
         side.clip(0.3)
+
+
+def first_states(side: Side) -> None:
+    """States that an optimizer has before its first step; none is a step count."""
+    for step in side.steps(optim=torch.optim.Adagrad(side.model.parameters(), lr=0.1)):
+        side.backward(step)
 
 
 def inferring(side: Side) -> None:
@@ -289,11 +282,7 @@ PROGRAMS: dict[str, tuple[Loop, Make, list[str]]] = {
     "vmap": (trains(lambda m, x: torch.vmap(m)(x).square().mean()), zoo("stack"), ["DDP"]),
     "frozen": (trains(squares), zoo("part of each frozen"), WAYS[:3]),
     "checkpoint": (trains(squares), zoo("checkpoint around"), WAYS[:3]),
-    "product": (
-        trains(squares),
-        lambda: settled(nn.Sequential(Gated(), Gated()).double()),
-        [*FIRST],
-    ),
+    "first states": (first_states, dims, [*FIRST]),
     **{f"gives {kind}": (evaluated, partial(giving, kind), ["FULL_SHARD"]) for kind in KINDS},
 }
 ROWS = [(name, how) for name, of in PROGRAMS.items() for how in of[2]]
@@ -338,13 +327,6 @@ def assert_program(name: str, how: str, run: Callable[..., list[Any]] = run_thre
 def test_a_program_computes_what_it_does_on_a_plain_module(name: str, how: str):
     """As if all ranks' losses had been averaged."""
     assert_program(name, how)
-
-
-def test_what_is_plain_is_not_opaque():
-    """Numbers, texts, dtypes and functions without a closure hold no tensor."""
-    x = torch.ones(1)
-    seen = Output([x, None, 1, "a", torch.float32, torch.Size([1]), torch.tanh, plain, Slots(2)])
-    assert (seen.tensors, seen.opaque) == ([x], False)
 
 
 # --- losses in an engine --------------------------------------------------------------------------

@@ -165,17 +165,6 @@ class Recomputed(nn.Module):
         return again
 
 
-def named() -> nn.Module:
-    """Two blocks, of which one's name begins with the other's."""
-
-    def use(m: Any, x: Tensor) -> Tensor:
-        x = x + m.mlp(m.norm(x))
-        return x + m.mlp2(m.norm(x))
-
-    inner = (nn.Sequential(up(), nn.GELU(), down()) for _ in range(2))
-    return Parts(use, mlp=next(inner), mlp2=next(inner))
-
-
 @dataclass(frozen=True)
 class Kind:
     """How one kind of block is made and cut; `names` are its layers in the table."""
@@ -206,9 +195,6 @@ class Kind:
 PAIR = {"up": "colwise", "down": "rowwise"}
 GATED = {"gate": "colwise", **PAIR}
 UNUSED = {"side": "colwise", **PAIR}
-NAMED = {
-    f"{m}.{k}": style for m in ("mlp", "mlp2") for k, style in ((0, "colwise"), (2, "rowwise"))
-}
 MIXED = {"a": "colwise", "b": "colwise", "other": "colwise", "down": "rowwise"}
 APART = {"q": "colwise:heads", "[kv]": "colwise:kv_heads", "out": "rowwise:heads"}
 APART |= {"[qk]_norm": "replicated"}
@@ -255,7 +241,6 @@ KINDS: dict[str, Kind] = {
     "packed qkv, 6 heads, 2 for keys": attention(6, 2, packed=True),
     "packed qkv, 6 heads, 1 for keys": attention(6, 1, packed=True),
     "gathered output, split input": Kind(both, ENDS, {"middle": "whole"}),
-    "gathered beside a longer name": Kind(named, NAMED, {"norm": "sequence", "mlp": "gather"}),
     "another class last": Kind(partial(mixed, "a b other"), MIXED),
     "another class first": Kind(partial(mixed, "other b a"), MIXED),
     "a layer nobody reads": Kind(partial(unused, "nothing"), UNUSED),

@@ -62,10 +62,8 @@ def changed(change: Function) -> Function:
 
 
 ON_COLUMNS: dict[str, Function] = {
-    "float": lambda x: x.float(),
     "to device": lambda x: x.to("cpu", torch.float32),
     "type": lambda x: x.type(torch.float32),
-    "contiguous": lambda x: x.transpose(0, 1).contiguous(),
     "clone": lambda x: x.clone(),
     "detach": lambda x: x.detach(),
     "data": lambda x: x.data,
@@ -77,13 +75,11 @@ ON_COLUMNS: dict[str, Function] = {
     "iteration": lambda x: [*x, *x.unbind()],
     "all but the last": lambda x: x[..., :-1, :],
     "the last": lambda x: x[:, -1],
-    "every other": lambda x: x[:, ::2, :],
     "new dims": lambda x: x[None, :, None],
     "an ellipsis at the end": lambda x: x[1, ...],
     "soft-capping": lambda x: torch.tanh(x / 30.0) * 30.0,
     "from the left": lambda x: 2.0 / (3.0 - 2 * (1 + -x)),
     "bounds": lambda x: x.clamp(-1, max=1),
-    "itself": lambda x: x * x,
     "a number as a tensor": lambda x: x * torch.tensor(3.0) + torch.ones(2, 1, 1),
     "padding cleared": lambda x: x.masked_fill(MASK.unsqueeze(-1), 0.0),
     "in place: scaled": changed(lambda x: x.mul_(3.0).sub_(1).div_(2)),
@@ -91,16 +87,9 @@ ON_COLUMNS: dict[str, Function] = {
 }
 ON_THE_WHOLE: dict[str, Function] = {
     "softmax": lambda x: F.softmax(x, dim=-1, dtype=F64),
-    "entropy": lambda x: torch.distributions.Categorical(logits=x).entropy(),
     "topk": lambda x: x.topk(2),
-    "sum": lambda x: x.sum(),
     "a bias": lambda x: x + torch.arange(V),
-    "logits": lambda x: x.exp() - x,
-    "where": lambda x: torch.where(x > 0, x, 0.0),
     "stack": lambda x: torch.stack([x, x[:, [2, 1, 0]]]),
-    "a product": lambda x: x @ torch.ones(V, 2, dtype=F64),
-    "gather": lambda x: x.gather(-1, ROWS.unsqueeze(-1)),
-    "narrow": lambda x: x.narrow(dim=1, start=1, length=2),
     "a mask": lambda x: x[MASK],
     "rows by number, apart": lambda x: x[:, None][ROWS.clamp(max=1), :, ROWS],
     "a number of the last dim, then an ellipsis": lambda x: x[0, 0, 1, ...],
@@ -113,7 +102,6 @@ ON_THE_WHOLE: dict[str, Function] = {
     "transpose of columns": lambda x: x.mT,
     "split of columns": lambda x: x.split(3, -1),
     "unsqueeze": lambda x: x.unsqueeze(0).unsqueeze(-2),
-    "chunk": lambda x: x.chunk(2),
     "probabilities": lambda x: F.cross_entropy(x.flatten(0, 1), torch.full((6, V), 1 / V)),
     "weighted": lambda x: F.cross_entropy(
         x.flatten(0, 1), ROWS.flatten(), weight=torch.arange(V).double()
@@ -127,7 +115,6 @@ IN_PLACE: dict[str, Function] = {
     "columns masked": changed(lambda x: x.__setitem__((..., slice(5, None)), -9.0)),
     "a column of a row": changed(lambda x: x[0, 1].__setitem__(3, 7.0)),
     "masked by value": changed(lambda x: x.masked_fill_(x > 0, 0.5)),
-    "relu": changed(lambda x: F.relu(x, inplace=True)),
     "copied": changed(lambda x: x.copy_(x.softmax(-1))),
     "one of its own": changed(lambda x: x.__setitem__(0, x[1])),
 }

@@ -1,6 +1,5 @@
 """A model in stages computes what it does in one process, whatever it does between its layers."""
 
-import copy
 import gc
 from collections.abc import Callable
 from functools import partial
@@ -252,19 +251,6 @@ def test_models_of_the_zoo_in_stages(name: str) -> None:
 
 
 # --- what a rank has ------------------------------------------------------------------------------
-
-
-def test_a_rank_has_its_stages_parameters_and_no_others() -> None:
-    """By named_parameters, state_dict: before and after a run."""
-    model = settled(class_token())
-    names = [name for name, _ in model.named_parameters()]
-    middle = copy.deepcopy(model)
-    ran(cut(model, THREE, [0, 2]), 0, rows(2))
-    right = [name for name in names if not name.startswith(("blocks.1", "blocks.2"))]
-    assert [name for name, _ in model.named_parameters()] == right
-    assert list(model.state_dict()) == right
-    cut(middle, THREE, [1])
-    assert list(middle.state_dict()) == [n for n in names if n not in right]
 
 
 class Largest(TorchDispatchMode):

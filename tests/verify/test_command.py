@@ -44,7 +44,7 @@ def shortly(
 #: On the tensor axis by the plan of their configuration, or our table.
 TENSOR = [
     *(("llama", "tp2"), ("gemma2", "tp2 sp"), ("gpt2", "tp2 sp"), ("phi3", "tp2")),
-    *(("qwen3", "tp4"), ("mistral", "tp4"), ("mixtral", "tp2 sp"), ("qwen3_moe", "tp2")),
+    *(("qwen3", "tp4 sp"), ("mistral", "tp4"), ("mixtral", "tp2"), ("qwen3_moe", "tp2 sp")),
 ]
 HOLD = [
     *((model, "dp2 zero3") for model in ("gpt2", "bert", "t5")),
