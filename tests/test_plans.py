@@ -85,9 +85,7 @@ def two(request: pytest.FixtureRequest) -> tuple[Run, Run]:
 
 
 def test_parity(run: Run):
-    """Losses, tokens, norms, gradients, weights, states are one process's; 1e-10 in fp64. So is a
-    step from what one process saved after two steps.
-    """
+    """Losses, tokens, norms, gradients, weights, states; and a step from what one process saved."""
     found = run.report
     assert found.first_difference is None
     assert found.uncovered == ""

@@ -25,9 +25,7 @@ from shardwise.core.zero import ALIASES, ROWS, Moment, Row, bytes_per_parameter
 
 @given(st.integers(2, 64), st.integers(0, 10**9))
 def test_ring_bound(n: int, block: int):
-    """A gather sends its own block on n-1 times; a reduction to all costs a reduction and a gather.
-    With even blocks the prices are whole numbers, exactly.
-    """
+    """A reduction to all costs a reduction and a gather; of even blocks in whole numbers."""
     numel = n * n * block
     gather = price(S(0), R, numel, n).sent
     assert gather == (n - 1) * n * block

@@ -148,9 +148,7 @@ WHOLE = {
 
 @pytest.mark.parametrize("plan", WHOLE)
 def test_masks(plan: str):
-    """Whole activations have one mask, sharded ones one on each rank; all at the layers' rates.
-    From a saved state a rank draws the same masks again.
-    """
+    """Whole activations have one mask, sharded ones one a rank; a saved state repeats them."""
     ranks = run_gloo(int(plan[2]), masks_of_steps, plan)
     assert all(losses == ranks[0][1] for _, losses in ranks)
     rates = {"first": 0.2, "last": 0.2, "mid": 0.3, "stream": 0.25}
@@ -303,9 +301,7 @@ def quiet(x: Tensor) -> Tensor:
 
 
 def test_the_mode_is_entered_only_where_something_draws():
-    """In the first pass, after passes of which one drew, and where a layer has a rate above 0.
-    Dropout of 0, dropout in eval mode and attention without it leave the generator alone.
-    """
+    """In the first pass, after one that drew, and where a layer in training has a rate above 0."""
     assert torch.equal(drawn(1, True, quiet)[1], torch.Generator().manual_seed(7).get_state())
     layer, axis = nn.Dropout(0.0), traced(0, 2).on(Mesh((("tp", 2),))).axis("tp")
     random = ShardedRandom(axis, [layer])

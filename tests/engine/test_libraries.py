@@ -63,9 +63,7 @@ def hf_losses(world: World, name: str, which: str, plan: str) -> list[float]:
 @pytest.mark.parametrize("which", ["right", "left", "some"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", *FAMILIES])
 def test_transformers_with_padding(name: str, which: str):
-    """Masks that a stage looks at, inside of an encoder that is one layer too; with recomputation
-    of blocks that write to the cache that they are given.
-    """
+    """A stage looks at masks, in an encoder that is one layer too; blocks write to a cache."""
     plan = "pp2 1f1b:4 fp64" + " recompute:full" * (which == "left")
     expected = pytest.approx(hf_losses(alone(), name, which, "accumulate:4 fp64"), rel=1e-9)
     for found in run_threads(2, hf_losses, name, which, plan):
@@ -291,10 +289,7 @@ COMPILED = [
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(("how", "when", "backend"), COMPILED)
 def test_compiled_models_train_as_plain_ones(how: str, when: str, backend: str):
-    """Compiled before or after; `no_sync`, clipping, `unwrap` and names are as without a compiler.
-    Blocks share a graph, which breaks nowhere; of a whole model, a graph ends where a unit begins
-    and ends. Where operations are followed, the compiler is not used.
-    """
+    """Compiled before or after; blocks share a graph, which breaks only where a unit begins."""
     alone, x = model(), torch.cat([loops.rows(0, rank) for rank in range(2)])
     optim = torch.optim.SGD(alone.parameters(), lr=0.05)
     for _ in loops.steps(optim, 2):

@@ -126,9 +126,7 @@ def own_weights(seed: int) -> dict[str, Tensor]:
 
 
 def test_modules_make_their_own_weights():
-    """Without a fill, each module's reset_parameters, keyed by seed and name, and buffers. Norms
-    are ones, biases of attention zeros; matrices are within torch's bounds, no two equal.
-    """
+    """By reset_parameters, keyed by seed and name: norms are ones, matrices within bounds."""
     expected = own_weights(1)
     assert torch.equal(expected["norm.running_var"], torch.ones(8))
     assert expected["norm.num_batches_tracked"] == 0

@@ -58,9 +58,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_elementwise_optimizer_works_on_pieces(optimizer: str):
-    """Each class of torch.optim updates pieces of any dims (some of them empty, or of none) as it
-    updates the whole. Whatever it keeps of a parameter is predicted.
-    """
+    """Each of torch.optim updates pieces of any dims as the whole; what it keeps is predicted."""
     kind, options = OPTIMIZERS[optimizer]
     # Rprop and amsgrad look at signs and maxima: what is equal to 1e-12 stays equal
     holds(run_threads, DIMS, Case("dp2 zero3 fp64", kind=kind, options=options, clip=1.0), 1e-8)
@@ -206,9 +204,7 @@ def fsdp(world: World, of: Any, after: bool, said: bool) -> str:
 
 
 def test_pieces_are_only_for_what_is_known_to_update_elements():
-    """A piece of a matrix has two dimensions: a class for matrices would compute something else.
-    The optimizer is made before the wrapping or after it; one that is known to, or said to, trains.
-    """
+    """Before the wrapping or after it: a class for matrices would compute something else."""
     for after in (False, True):
         for said in run_threads(2, fsdp, Elementwise, after, False):
             assert "a step of Elementwise on shards" in said

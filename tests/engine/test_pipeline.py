@@ -54,10 +54,7 @@ CASES = [
 @pytest.mark.cases(6)
 @pytest.mark.parametrize(("plan", "name", "options"), CASES)
 def test_models(plan: str, name: str, options: dict[str, Any]):
-    """Frozen stages, parameters that nobody or several stages use. fp64: 3 steps are one
-    process's, 1e-10; bytes and memory as predicted. Nine rows, which eight microbatches do not
-    divide; gradients are clipped.
-    """
+    """Three steps in fp64 are one process's to 1e-10, of rows that microbatches do not divide."""
     work = task(name) if name in MODELS else Task(gpt_task("tied").make, untold)
     holds(run_threads, work, Case(f"{plan} fp64", clip=0.5, **options))
 

@@ -180,9 +180,7 @@ def test_nothing_but_memory_changes(kind: str):
 
 @pytest.mark.parametrize("kind", [FULL, SELECTIVE])
 def test_operations_that_are_added(kind: str):
-    """Full computes every product of a block again. Selective computes the scores of attention
-    again, and a product that was written to in place, not one that was copied elsewhere.
-    """
+    """Full repeats each product; selective attention's scores, and what was written to in place."""
 
     def counted(how: str | None) -> int:
         with FlopCounterMode(display=False) as counter:

@@ -91,9 +91,7 @@ def plain(name: str) -> list[tuple[float, list[float]]]:
     [("pp2 1f1b:2 fp64", "LambdaLR"), *(("dp2 zero3 fp64", name) for name in SCHEDULERS)],
 )
 def test_a_scheduler_of_torch_drives_the_engine(plan: str, name: str):
-    """Rates of every group and losses are those of the plain loop; no scheduler warns. A stage
-    without any parameter of a group has that group, empty, so that schedules agree.
-    """
+    """Rates and losses are the plain loop's, without warnings; an empty group is kept too."""
     wanted = plain(name)
     for found in run_threads(2, scheduled, plan, name):
         assert [used for _, used in found] == [used for _, used in wanted]

@@ -80,9 +80,7 @@ def continued(
 def test_a_parameter_that_has_had_no_gradient_is_saved_and_begins_afresh(
     first, dampening, tmp_path
 ):
-    """`never` has none, `side` none in step 1: neither is missing, and none inherits a step count.
-    With dampening, a momentum of zeros is another beginning than none.
-    """
+    """Neither is missing, and none inherits a step count, or a momentum of zeros for none."""
     options: dict[str, Any] = {"options": {"lr": 0.05, "weight_decay": 0.2}}
     if dampening is not None:
         options = {"kind": SGD, "options": {"lr": 0.1, "momentum": 0.9, "dampening": dampening}}

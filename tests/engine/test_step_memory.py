@@ -135,10 +135,7 @@ EVENTS = [
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(("plan", "name", "options"), EVENTS)
 def test_every_event_is_predicted_to_the_byte(plan: str, name: str, options: dict[str, Any]):
-    """Every event of every rank, in the same order, with the same bytes of every category. After
-    each unit, and each F, B, I and W of a pipeline: parameters, gathered units, gradients,
-    optimizer and kept activations. Also for tied, frozen and shared parameters.
-    """
+    """Of every rank, in the same order, with the same bytes of each category after each action."""
     found_as_predicted(plan, name, options)
 
 

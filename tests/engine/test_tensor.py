@@ -59,9 +59,7 @@ OWN = [
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(("plan", "name"), OWN)
 def test_tables_of_ones_own_train(plan: str, name: str):
-    """Biases, packed weights, recomputation, frozen parts, keys that ranks share: as one process.
-    Bytes and memory are as predicted; what ranks share is summed and counted once.
-    """
+    """As one process, with bytes and memory as predicted; what ranks share is counted once."""
     holds(run_threads, task(name), Case(f"{plan} fp64", clip=0.5, **SGD))
 
 
@@ -187,9 +185,7 @@ def test_biases_and_parameters_around_tiles(plan: str):
 
 
 def test_tiled_layers_by_default():
-    """Layers with half the weights of the largest one, in as many tiles; no tied head. Parameters,
-    their identity and keys are those of the plain model.
-    """
+    """Layers with half the weights of the largest, in as many tiles; no tied head. Keys stay."""
     for make, wanted in ((small_gpt, ["head", "gate", "up", "down"]), (tied_gpt, ["gate"])):
         plain = make()
         before = {name: id(p) for name, p in plain.named_parameters()}
