@@ -4,7 +4,6 @@ import itertools
 import math
 from dataclasses import replace
 from itertools import combinations, pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from shardwise.core.layouts.layout import P, R, S, price
 from shardwise.core.layouts.uneven import Lengths, balanced
 from shardwise.core.mesh import AXES, Mesh
 from shardwise.core.plan.plan import Plan
-from shardwise.core.tools.arguments import beside
 from shardwise.core.zero import ALIASES, ROWS, Moment, Row, bytes_per_parameter
 
 # --- placements and moves -------------------------------------------------------------------------
@@ -223,19 +221,6 @@ def test_the_text_of_an_error():
         f"1. {first}",
         f"2. {second}",
     ]
-
-
-@pytest.mark.parametrize(
-    ("path", "other"), [("runs/a", "runs/a-2"), (".", "here-2"), ("../here", "../here-2")]
-)
-def test_another_name_is_beside_the_first(
-    path: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Also for the folder one is in, which has no name of its own."""
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    expected = tmp_path / other if path == "." else Path(other)
-    assert beside(Path(path)) == expected
 
 
 def heaviest(weights: list[int], cuts: tuple[int, ...]) -> int:

@@ -207,16 +207,6 @@ def test_names_and_axes_of_plans_of_layers():
 # --- which plans can run --------------------------------------------------------------------------
 
 
-def test_plans_that_run():
-    """An axis of one rank is no technique; an open plan takes the data ranks that are left."""
-    for text, world in (
-        *(("dp1 zero3", 1), ("dp2 tp1 pp1", 2), ("dp2 zero3", None), ("tp2 zero1", 6)),
-        *((f"dp_replicate{n} dp_shard{3 - n} zero1", 2) for n in (1, 2)),
-        *(("dp_replicate2 dp_shard2 zero3 fp16", 4), ("zero3 | head: tp4", 8)),
-    ):
-        require(Plan.parse(text), world)
-
-
 PROBLEMS = [
     ("dp2", 4, "needs 2 processes (dp2), where 4 run", "start 2 processes, or leave the data"),
     ("dp2 zero3", 1, "where 1 runs", "start 2 processes"),

@@ -1,6 +1,4 @@
-"""The library: every schedule against its paper's closed forms, for all sizes up to 8 by 8; what
-lowering makes of them, and the drawings.
-"""
+"""Schedules against their papers' closed forms, for all sizes up to 8 by 8; lowering, drawings."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -143,9 +141,7 @@ def test_what_is_forbidden_is_refused_with_what_is_allowed(name: str):
 
 
 def test_spans_of_zero_bubble_schedules():
-    """ZB-H1 takes 3m+p-1 from p microbatches up, 2m+2p-1 below; ZB-V 6m+p-1 from p up. No V is
-    shorter: some rank has as much to do, after a time before which none can reach it.
-    """
+    """ZB-H1: 3m+p-1 from p microbatches up, 2m+2p-1 below; ZB-V: 6m+p-1 from p up, none shorter."""
     for p, m in SQUARE:
         one, v = (clock(build(f"{name}:{m}", p)).makespan for name in ("zb-h1", "zb-v"))
         assert one == (3 * m + p - 1 if m >= p else 2 * m + 2 * p - 1)
@@ -274,9 +270,7 @@ def test_two_ranks_of_1f1b():
 
 @pytest.mark.parametrize("name", LIBRARY)
 def test_channels_keep_their_order_and_proofs_are_facts(name: str):
-    """Between two ranks the order of sends is that of receives, for every size. In an order in
-    which the steps can be done, no proof comes before its fact, and none twice.
-    """
+    """Sends between two ranks are in the order of receives; no proof comes before its fact."""
     for n in sizes(name):
         schedule = lower(LIBRARY[name].build(n))
         for a, b in permutations(range(schedule.ranks), 2):
