@@ -35,9 +35,7 @@ ADAM = sw.AdamW(lr=0.02, weight_decay=0.1)
 
 
 class Own(Optimizer):
-    """An elementwise optimizer whose states are numbers, a tuple, a list of tensors and counts. The
-    mean of the last two gradients, over the root of the number of steps.
-    """
+    """An elementwise optimizer whose states are numbers, a tuple, a list of tensors and counts."""
 
     elementwise = True
 

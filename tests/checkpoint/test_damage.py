@@ -50,9 +50,7 @@ class Damage(NamedTuple):
 
 
 def damages(whole: Path, others: Sequence[Path], seed: int) -> Iterator[Damage]:
-    """Every kind of damage to every file, at places of the seed. `others` are the checkpoints of
-    another step of this run, and of the same step of another one.
-    """
+    """Every kind of damage to every file; `others` are checkpoints of another step and run."""
     places = random.Random(seed)
     names = sorted(path.name for path in whole.iterdir())
     for name in names:
@@ -239,9 +237,7 @@ def kept(world: World) -> list[tuple[list[Box], dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints of two steps of one run, saved by two ranks. In the folder `another`, the
-    weights of the first step are those of the second of another run.
-    """
+    """Two steps of a run by two ranks; in the folder `another` the second step of another run."""
     folder = tmp_path_factory.mktemp("saved") / "run"
     ranks = run_threads(2, kept)
     for run, number, step in (("run", 0, 1), ("run", 1, 2), ("another", 0, 2)):

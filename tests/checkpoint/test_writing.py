@@ -65,9 +65,7 @@ def weights(model: Any) -> dict[str, Tensor]:
 
 
 def saved_both_ways(world: World, folder: str, plan: str) -> set[str]:
-    """Checkpoints of step 2, the second written after two more steps, which changed these weights.
-    It is `async`, and waits for the file `go`.
-    """
+    """Checkpoints of step 2, `async` two steps later; names of weights that changed meanwhile."""
     model, options, step = trained(world, plan)
     for number in range(2):
         step(number)
@@ -129,9 +127,7 @@ def test_the_checkpoint_is_that_of_its_moment(tmp_path: Path, plan: str):
 
 
 def failing(world: World, folder: str, rank: int, silent: bool) -> list[list[str]]:
-    """The error on this rank after a write fails on `rank`, which reports nothing if `silent`. By
-    `result`; and in another save by the next step, then by the next save.
-    """
+    """What `result`, or else the next step and the next save, say of a failed write on `rank`."""
     engine = engine_of(world, "dp2 zero3 fp64")
     steps(engine, 0, 1)
     sw.save(engine, folder)

@@ -1,6 +1,4 @@
-"""Transports: mailboxes in shared memory, calls that differ, the pool of buffers, collectives of a
-library, threads, and what a ledger counts.
-"""
+"""Transports: mailboxes, calls that differ, the pool of buffers, collectives of a library."""
 
 import mmap
 import os

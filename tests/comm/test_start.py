@@ -49,9 +49,7 @@ def program(*what: str) -> list[str]:
 def ended(
     what: str, ranks: Sequence[int], size: int, **variables: str
 ) -> list[tuple[int | None, str, str]]:
-    """Run `ranks` of a world of `size`: exit code, output and error output of each. A rank that is
-    stopped has no exit code, comes last, and is killed when the others have ended.
-    """
+    """Exit code, output and errors of `ranks` of a world of `size`; one that is stopped is last."""
     shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
     shared |= variables | {"MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     argv = program(*what.split())

@@ -144,9 +144,7 @@ def trained(
     changes: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
 ) -> Run:
-    """Train and save the whole model in `folder/final`; on one process without a plan. `changes`
-    are TrainingArguments, `options` arguments of Trainer and of its `train`.
-    """
+    """Train and save; `changes` are TrainingArguments, `options` those of Trainer and `train`."""
     options = dict(options or {})
     resume = options.pop("resume_from_checkpoint", None)
     with processes(world if plan else None):

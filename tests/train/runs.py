@@ -30,9 +30,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def settings(folder: Path, plan: str = "fp64", **train: Any) -> config.Config:
-    """A run of seven steps over a text so short that it is read more than once. Of 17 sequences an
-    epoch, five a step, the last batch of an epoch has two.
-    """
+    """Seven steps of five sequences over a text of 17, which is read more than once."""
     text = folder.parent / "text"
     text.mkdir(exist_ok=True)
     (text / "a.txt").write_text("".join(f"{n * n} is the square of {n}. " for n in range(11)))
@@ -108,9 +106,7 @@ def shown(world: World, given: config.Config, start: RunStart | None = None) -> 
 def stopped(
     world: World, given: config.Config, rank: int, where: str, step: int | None = None
 ) -> str:
-    """Train, with SIGTERM sent to one rank in a function, in that step if any; what is shown,
-    without a summary. The rank's run has ended with the signal.
-    """
+    """Train, with SIGTERM to one rank in a function, in that step if any; what is shown."""
     out = io.StringIO()
 
     def interrupt(*of: Any) -> None:
