@@ -3,7 +3,7 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -16,8 +16,7 @@ import transformers
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from torch.utils.data import Dataset
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainingArguments
 
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
@@ -33,39 +32,26 @@ VOCABULARY, POSITIONS, ROWS = 48, 10, 20
 TIMES = ("runtime", "per_second")
 
 
-class Rows(Dataset[dict[str, Tensor]]):
+def rows_of(count: int, seed: int = 0) -> list[dict[str, Tensor]]:
     """Rows of random tokens, of which the last are not predicted: each row has another number."""
-
-    def __init__(self, count: int, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.rows = torch.randint(3, VOCABULARY, (count, POSITIONS), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids = self.rows[index]
-        end = POSITIONS // 2 + index % (POSITIONS // 2)
+    own, found = torch.Generator().manual_seed(seed), list[dict[str, Tensor]]()
+    for row, ids in enumerate(torch.randint(3, VOCABULARY, (count, POSITIONS), generator=own)):
+        end = POSITIONS // 2 + row % (POSITIONS // 2)
         labels = ids.masked_fill(torch.arange(POSITIONS) >= end, -100)
-        return {"input_ids": ids, "labels": labels}
+        found.append({"input_ids": ids, "labels": labels})
+    return found
 
 
-def counting(name: str) -> Callable[..., None]:
-    def count(self: Any, *args: Any, **kwargs: Any) -> None:
-        self.events[name] += 1
+def counted(trainer: Any) -> Counter[str]:
+    """How often each event of a run comes."""
+    events, call = Counter[str](), trainer.callback_handler.call_event
 
-    return count
+    def count(event: str, *args: Any, **kwargs: Any) -> Any:
+        events[event] += 1
+        return call(event, *args, **kwargs)
 
-
-class Counts(TrainerCallback):
-    """How often each event of a run came."""
-
-    def __init__(self) -> None:
-        self.events: Counter[str] = Counter()
-
-    on_train_begin, on_step_end = counting("train"), counting("step")
-    on_substep_end, on_evaluate = counting("substep"), counting("evaluate")
-    on_save, on_log = counting("save"), counting("log")
+    trainer.callback_handler.call_event = count
+    return events
 
 
 def model(kind: str = "llama") -> Any:
@@ -148,24 +134,23 @@ def trained(
     options = dict(options or {})
     resume = options.pop("resume_from_checkpoint", None)
     with processes(world if plan else None):
-        counts = Counts()
         given: dict[str, Any] = {
             "model": model(kind),
             "args": arguments(folder, **changes or {}),
-            "train_dataset": Rows(ROWS),
-            "eval_dataset": Rows(11, seed=1),
-            "callbacks": [counts],
+            "train_dataset": rows_of(ROWS),
+            "eval_dataset": rows_of(11, seed=1),
         } | options
         if plan is None:
             trainer: Any = given.pop("trainer", transformers.Trainer)(**given)
         else:
             trainer = given.pop("trainer", Trainer)(**given, plan=plan, world=world)
+        events = counted(trainer)
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model(f"{folder}/final")
         if world is not None and world.rank:
-            return Run(trainer.state.log_history, {}, counts.events)
+            return Run(trainer.state.log_history, {}, events)
         kept = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/final")
-        return Run(trainer.state.log_history, kept.state_dict(), counts.events)
+        return Run(trainer.state.log_history, kept.state_dict(), events)
 
 
 def timeless(log: list[dict[str, float]]) -> list[dict[str, float]]:
@@ -199,7 +184,7 @@ def test_a_run_equals_that_of_trainer_alone(plan: str, rows: int, steps: int, tm
     mine = run_gloo(2, trained, str(tmp_path / "plan"), plan, kind, sized(rows, steps))[0]
     alone = trained(None, str(tmp_path / "alone"), None, kind, sized(rows * ranks, steps))
     require_equal(mine, alone)
-    assert mine.events["substep" if steps > 1 else "step"] > 0
+    assert mine.events["on_substep_end" if steps > 1 else "on_step_end"] > 0
 
 
 def sized(rows: int, steps: int = 1) -> dict[str, Any]:
@@ -303,7 +288,7 @@ def refused(tmp_path: Path, plan: str = "zero3", **given: Any) -> str:
     options = {name: given.pop(name) for name in own & given.keys()}
     kind = options.pop("trainer", Trainer)
     with processes(None), pytest.raises(InputError) as error:
-        kind(model(), arguments(tmp_path, **given), train_dataset=Rows(4), plan=plan, **options)
+        kind(model(), arguments(tmp_path, **given), train_dataset=rows_of(4), plan=plan, **options)
     return str(error.value)
 
 
