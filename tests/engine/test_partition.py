@@ -91,14 +91,6 @@ def test_a_layer_that_is_never_called_begins_no_stage():
     assert starts(model, 2, calls=calls) == ("used.2",)
 
 
-def test_stages_by_hand_are_those_given():
-    """Any module that is called may begin a stage; more stages than layers are refused."""
-    assert starts(small(), 3, ["blocks.1", "head"]) == ("blocks.1", "head")
-    text = r"6 stages for a GPT of 5 layers.*embed, blocks\.0, blocks\.1, norm, head.*pp5"
-    with pytest.raises(InputError, match=text):
-        starts(small(layers=2), 6)
-
-
 @pytest.mark.parametrize("counts", [(1, 3, 2), (4, 1, 1)])
 def test_a_plan_counts_the_blocks_of_stages(counts: tuple[int, ...]):
     """Each rank holds the next so many, and no other."""
@@ -145,14 +137,6 @@ def test_stages_by_time_balance_what_layers_take(monkeypatch: pytest.MonkeyPatch
     clock = Clock()
     monkeypatch.setattr("shardwise.techniques.pipeline.partition.time", clock)
     assert run_threads(2, timed, clock) == [("2", "3")] * 2
-
-
-def test_a_model_without_memory_cannot_be_timed():
-    """The error names what can be done instead."""
-    with torch.device("meta"):
-        model = small()
-    with pytest.raises(InputError, match=r"on the meta device.*starts\(model, stages\)"):
-        balance_by_time(model, lambda m: m(torch.zeros(1, 2).long()), 2)
 
 
 class Leaf(nn.Module):
@@ -288,9 +272,3 @@ def test_a_rule_that_cannot_work_is_refused_with_what_would(rule: Any, said: str
     """The error names the rule and modules that could be meant."""
     with pytest.raises(InputError, match=said):
         choose(small(3, vocabulary=16), rule)
-
-
-def test_a_model_without_parameters_is_refused():
-    """There would be nothing to train."""
-    with pytest.raises(InputError, match="without parameters"):
-        choose(nn.Sequential(nn.ReLU()))

@@ -162,26 +162,13 @@ def penalised(model: Any, x: Tensor) -> Tensor:
 # --- outputs of units in any container, changed in place or lazy ----------------------------------
 
 
-class Slots:
-    """No __dict__, and a private name."""
-
-    __slots__ = ("__value",)
-
-    def __init__(self, value: Any) -> None:
-        self.__value = value
-
-    @property
-    def hidden(self) -> Any:
-        return self.__value
-
-
 class Cache:
     def __init__(self, hidden: Tensor) -> None:
-        self.layers = [{"first": Slots(hidden)}]
+        self.layers = [{"first": hidden}]
 
     @property
     def hidden(self) -> Tensor:
-        return self.layers[0]["first"].hidden
+        return self.layers[0]["first"]
 
 
 def plain(block: Any, x: Tensor) -> Tensor:

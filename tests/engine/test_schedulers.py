@@ -2,7 +2,6 @@
 
 import copy
 import math
-import warnings
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any
@@ -198,16 +197,6 @@ def test_a_rate_that_is_a_tensor_trains_as_the_number():
     (one, two, weights), (first, second, others) = runs
     assert (one, two) == (first, second)
     assert all(map(torch.equal, weights, others))
-
-
-def test_a_pattern_that_matches_nothing_warns_once():
-    """One recipe serves two models: rank 0 warns, and training goes on."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        groups: Any = {"*.bais": {"lr": 0.5}}
-        run_threads(2, lambda world: step_of(engine_of(world, "dp2 fp64", groups=groups), 0))
-    [warning] = caught
-    assert 'group "*.bais" matches no parameter' in str(warning.message)
 
 
 RATES = [math.nan, math.inf, "0.1", None, -0.1, True, torch.ones(2)]

@@ -15,11 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
-from shardwise.core.plan.plan import Plan
 from shardwise.models import gpt
 from shardwise.models.trainable import fill
-from shardwise.techniques.layers.apply import exchange_of
-from shardwise.techniques.layers.exchange import Redistributed
 from tests.derive.models import HEADS, WIDTH, WORDS, Attention
 from tests.engine.cases import (
     Case,
@@ -247,26 +244,6 @@ def test_neighbours_of_one_mesh_send_nothing_between_them():
     assert one == two == 2 * 8 * 9 * 20 * 4 // 2
 
 
-def own_rows(world: World) -> tuple[bool, ...]:
-    """What code outside of layers sees of a layer's output."""
-    plan = Plan.parse("dp2 | head: tp2")
-    world = world.on(plan.mesh)
-    exchange = exchange_of(world, plan)
-    exchange.counts = (2, 2)
-    whole = torch.arange(8.0).view(4, 2)
-    x = Redistributed.of(whole, exchange, 2)
-    mine = whole[2 * world.rank :][:2]
-    shape, value = x.shape == (2, 2), torch.equal(x + 0, mine)
-    x.add_(1)
-    changed = torch.equal(x.at(2), whole.view(4, 2) + 1)
-    return shape, value, changed
-
-
-def test_other_code_sees_own_rows():
-    """Shape, values, and changes in place, which the next layer of the mesh gets too."""
-    assert run_threads(2, own_rows) == [(True, True, True)] * 2
-
-
 class Dropping(nn.Module):
     """Blocks with dropout on activations that all ranks of a tensor axis have."""
 
@@ -301,79 +278,77 @@ def test_dropout_is_equal_on_the_ranks_of_a_mesh():
 # --- models and layers that do not fit their plans, each refused with a remedy -------------------
 
 
-class Odd(nn.Module):
-    """A layer that is called by its parts, is read without a gradient, or is beside a weight."""
+class Using(nn.Module):
+    """Layers of a table, and what a forward makes with them."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, use: Any, styles: dict[str, str], **layers: nn.Module) -> None:
         super().__init__()
-        self.how, self.a = how, micro.Block(1.0)
-        self.tensor_table = sw.Table.of({"a.up": "colwise", "a.down": "rowwise"})
-        if how == "weight":
-            self.scale = nn.Parameter(torch.ones(6))
+        self.use, self.tensor_table = use, sw.Table.of(styles)
+        for name, layer in layers.items():
+            self.add_module(name, layer)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.how == "part":
-            return self.a.down(self.a.up(x))
-        h = self.a(x)
-        with torch.no_grad():
-            size = h.norm(dim=1, keepdim=True)
-        return h / size * (self.scale if self.how == "weight" else 1.0)
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.use(self, *args)
 
 
-def test_a_value_read_under_no_grad():
-    """Code that reads a layer's output under no_grad first does not cut its gradient."""
-    work = rows_task(lambda: settled(Odd("read")))
+PAIR = {"a.up": "colwise", "a.down": "rowwise"}
+
+
+def of_pair(use: Any) -> nn.Module:
+    return Using(use, PAIR, a=micro.Block(1.0))
+
+
+def read(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    assert h.shape == x.shape
+    with torch.no_grad():
+        size = h.norm(dim=1, keepdim=True)
+    return m.a(h.mul_(2)) / size
+
+
+def test_other_code_sees_own_rows():
+    """It may read a layer's output under no_grad first, which does not cut its gradient, and change
+    it in place, which the next layer of the mesh gets too.
+    """
+    work = rows_task(lambda: settled(of_pair(read)))
     equals_one(run_threads, work, Case("dp2 fp64 | a: tp2"))
 
 
-class Flattening(nn.Module):
+def weighted() -> nn.Module:
+    model = of_pair(lambda m, x: read(m, x) * m.scale)
+    model.scale = nn.Parameter(torch.ones(6))
+    return model
+
+
+def flattened() -> nn.Module:
     """An embedding of all words of a batch, in one dim."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 6)
-        self.tensor_table = sw.Table.of({"embed": "vocabulary"})
-
-    def forward(self, x: Tensor) -> Tensor:
-        words = (x > 0).long()
-        return self.embed(words.flatten()).view(*words.shape, 6).sum(1)
+    use = lambda m, x: m.a((x > 0).long().flatten()).view(*x.shape, 6).sum(1)  # noqa: E731
+    return Using(use, {"a": "vocabulary"}, a=nn.Embedding(7, 6))
 
 
-class Shifted(nn.Module):
-    """A linear layer of an input and a shift, a tensor with a gradient and without rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.tensor_table = sw.Table.of({"linear": "colwise_gather_output"})
-
-    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
-        return self.linear(x + shift.sum(0))
-
-
-class Biased(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift, self.block = nn.Linear(3, 6, bias=False), Shifted()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(x, self.shift(torch.ones(3, 3, dtype=x.dtype)))
+def shifted() -> nn.Module:
+    """A layer of an input and a shift, a tensor with a gradient and without rows."""
+    styles = {"linear": "colwise_gather_output"}
+    layer = Using(lambda m, x, y: m.linear(x + y.sum(0)), styles, linear=nn.Linear(6, 6))
+    shift = nn.Linear(3, 6, bias=False)
+    use = lambda m, x: m.a(x, m.shift(torch.ones(3, 3, dtype=x.dtype)))  # noqa: E731
+    return Using(use, {f"a.{name}": style for name, style in styles.items()}, shift=shift, a=layer)
 
 
 @pytest.mark.cases(4)
 @pytest.mark.parametrize(
-    ("make", "layer", "said"),
+    ("make", "said"),
     [
-        (partial(Odd, "part"), "a", "without a call of a"),
-        (partial(Odd, "weight"), "a", "which has parameters of its own"),
-        (Flattening, "embed", "no dim 0 counts the rows"),
-        (Biased, "block", "does not count the rows of the batch"),
+        (lambda: of_pair(lambda m, x: m.a.down(m.a.up(x))), "without a call of a"),
+        (weighted, "which has parameters of its own"),
+        (flattened, "no dim 0 counts the rows"),
+        (shifted, "does not count the rows of the batch"),
     ],
 )
-def test_layers_that_cannot_have_a_mesh_of_their_own(make: Any, layer: str, said: str):
+def test_layers_that_cannot_have_a_mesh_of_their_own(make: Any, said: str):
     """A part that is called alone, a layer in another's unit, inputs whose rows cannot be seen."""
     with pytest.raises(InputError, match=said):
-        sw.predict(make().double(), f"dp2 | {layer}: tp2", micro.vectors(4, 0), loss=micro.error)
+        sw.predict(make().double(), "dp2 | a: tp2", micro.vectors(4, 0), loss=micro.error)
 
 
 # --- plans that name no data axis, on the worlds that their other axes divide ---------------------

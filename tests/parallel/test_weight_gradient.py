@@ -8,7 +8,6 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -168,13 +167,6 @@ def test_gradients_that_are_asked_for(written: list[str]):
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in narrow.parameters())
 
 
-def dual(net: Net, x: Tensor) -> Tensor:
-    with forward_ad.dual_level():
-        tangent = forward_ad.unpack_dual(net.a(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
-        assert tangent is not None
-        return tangent.clone()
-
-
 def broadcast(net: Net, x: Tensor) -> Tensor:
     net.a.bias = nn.Parameter(torch.ones(1))
     return net.a(x)
@@ -192,7 +184,7 @@ def raised(net: Net, _: Tensor) -> str:
 
 
 LEFT: list[Callable[[Net, Tensor], Any]] = [
-    *(dual, broadcast, raised),
+    *(broadcast, raised),
     lambda net, x: net.a(x.flatten(0, 1).to_sparse()),
     lambda net, x: cast("Callable[[Tensor], Tensor]", torch.jit.trace(net.a, (x,)))(x),
 ]
@@ -202,7 +194,7 @@ LEFT: list[Callable[[Net, Tensor], Any]] = [
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("act", LEFT)
 def test_what_only_torch_does_is_left_to_torch(act: Callable[[Net, Tensor], Any]):
-    """Sparse inputs, forward-mode derivatives, tracing, broadcast biases, errors."""
+    """Sparse inputs, tracing, broadcast biases, errors."""
     nets = net_of().float(), directly(net_of().float(), alone())
     plain, found = (act(net, rows(0, 0).float()) for net in nets)
     if isinstance(plain, Tensor):

@@ -33,6 +33,7 @@ from tests.pool import run_gloo, run_threads
 X = torch.ones(2, 3)
 MOE = sw.MoE(8, 16, sw.Gate("topk", experts=4, k=2))
 WORDS = torch.zeros(2, dtype=torch.long)
+META = nn.Linear(1, 1, device="meta")
 #: Options of sw.Loader that are refused, and states that are.
 WRONG = "sampler", "batch_size", "batch_sampler", "shufle", "num_workers"
 STATE = {"epoch": 0, "done": 0, "seed": 0, "batch": 2, "rows": 2}
@@ -106,6 +107,7 @@ MODELS: list[tuple[Callable[[nn.Module], Any], str]] = [
     (lambda m: sw.FSDP(m, shard_size="2"), "shard_size='2'"),
     (lambda m: given(optimizer=torch.optim.SGD(m.parameters()))(m), r"optim\.SGD'.*sw\.Optim"),
     (lambda m: given()(m.requires_grad_(False)), "all frozen"),
+    (lambda _: given()(nn.ReLU()), "without parameters"),
     (lambda m: given()(nn.DataParallel(m)), r"that is wrapped by DataParallel.*model\.module"),
     (lambda m: sw.FSDP(nn.Sequential(DeepSpeedEngine(m))), "part 0 is wrapped by DeepSpeedEngine"),
     (lambda _: sw.DDP(odd(torch.zeros(2, dtype=torch.cfloat)), alone()), "view_as_real"),
@@ -163,6 +165,7 @@ TYPES = [
     (lambda: sw.balance_by_time(None, str, 2), "time of None", "sw.balance_by_time(nn.Lin"),
     (lambda: sw.balance_by_time(nn.Linear(1, 1), X, 2), "call=tensor", "balance_by_time(model"),
     (lambda: sw.balance_by_time(nn.Linear(1, 1), str, 0), "stages=0", "stages=2"),
+    (lambda: sw.balance_by_time(META, str, 1), "on the meta device", "starts(model, stages)"),
     (lambda: sw.DDP(nn.Linear(1, 1), broadcast_buffers="no"), "'no'", "broadcast_buffers=True"),
     (lambda: sw.init("cpu", shared_memory="no"), "shared_memory='no'", "shared_memory=True"),
     (lambda: sw.load(engine_of(), "x", missing_ok="no"), "missing_ok='no'", "missing_ok=True"),
