@@ -1,11 +1,10 @@
 """`sw.hf.Trainer` against Trainer alone, and what it makes of each of the TrainingArguments."""
 
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -98,28 +97,25 @@ class Run:
 
     log: list[dict[str, float]]
     weights: dict[str, Tensor]
-    events: dict[str, int] = field(default_factory=dict)
+    events: dict[str, int]
 
 
 @contextmanager
 def processes(world: World | None) -> Iterator[None]:
     """The environment of a launcher for the ranks of `world`; None: none."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    before = {name: os.environ.pop(name, None) for name in names}
-    if world is not None:
-        values = (world.rank, world.rank, world.size, "127.0.0.1", 1)  # the group exists
-        os.environ.update({name: str(value) for name, value in zip(names, values, strict=True)})
+    values = (world.rank, world.rank, world.size, "127.0.0.1", 1) if world else ()  # it exists
     states = (AcceleratorState, GradientState, PartialState)
-    for state in states:
-        state._reset_state()
-    try:
-        yield
-    finally:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.delenv(name, raising=False)
+        for name, value in zip(names, values, strict=False):
+            patch.setenv(name, str(value))
         for state in states:
             state._reset_state()
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            os.environ.update({} if value is None else {name: value})
+        yield
+        for state in states:
+            state._reset_state()
 
 
 def trained(
