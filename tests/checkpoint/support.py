@@ -10,6 +10,7 @@ Each cut of a tensor gives, for rank r of n, the boxes that it holds of it:
 
 import math
 import os
+import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -207,6 +208,17 @@ def refuse(rank: int, save: PlannedSave) -> None:
     """A disk that is full for a rank."""
     if save.world.rank == rank:
         raise OSError(28, "No space left on device")
+
+
+@contextmanager
+def limited(what: int, most: int) -> Iterator[None]:
+    """A limit of this process, such as resource.RLIMIT_AS."""
+    before = resource.getrlimit(what)
+    resource.setrlimit(what, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, before)
 
 
 def dies(act: Callable[[], object], count: int, folder: Path) -> bool:

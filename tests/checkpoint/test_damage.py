@@ -7,10 +7,9 @@ import random
 import re
 import resource
 import shutil
-import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +33,7 @@ from shardwise.checkpoint.open_checkpoint import (
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.engine.state.box import Box
-from tests.checkpoint.support import engine_of, save_by_all, steps
+from tests.checkpoint.support import engine_of, limited, save_by_all, steps
 from tests.pool import run_threads
 from tests.train.runs import ended
 
@@ -194,24 +193,10 @@ def special(file: Path, kind: str) -> None:
         file.symlink_to({"loop": file.name, "device": "/dev/zero", "dangling": "nowhere"}[kind])
 
 
-@contextmanager
-def limits(seconds: int = 20) -> Iterator[None]:
-    """Nothing in the block allocates much, less than any absurd size, and nothing waits."""
-
-    def late(*_: object) -> None:
-        raise AssertionError(f"not refused in {seconds} seconds")
-
+def little_memory() -> AbstractContextManager[None]:
+    """Nothing in the block allocates much, less than any absurd size."""
     held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    handler = signal.signal(signal.SIGALRM, late)
-    resource.setrlimit(resource.RLIMIT_AS, (held + 2**28, before[1]))
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, handler)
-        resource.setrlimit(resource.RLIMIT_AS, before)
+    return limited(resource.RLIMIT_AS, held + 2**28)
 
 
 State = tuple[dict[str, Any], dict[str, Tensor]]
@@ -274,7 +259,7 @@ def test_no_damage_is_loaded_and_none_changes_the_engine(
     for damage in every[::nth]:
         damage.act(whole)
         assert content != content_of(whole), damage.name
-        with limits():
+        with little_memory():
             said = outcome(engine, whole, state_of(expected))
         assert any(f"'{whole / name}'" in said for name in damage.files), f"{damage.name}: {said}"
         code, out, err = ended(capsys, "checkpoint", "inspect", "--deep", str(whole))
@@ -316,7 +301,7 @@ def test_absurd_contents_with_right_hashes_are_refused(name: str, saved: Path, t
     damage, message = (ABSURD | NUMBERS)[name]
     damage(path)
     engine = engine_of(alone(), "fp64")
-    with limits():
+    with little_memory():
         said = outcome(engine, path, state_of(engine))
         assert re.search(message, said), said
         if name in ABSURD:

@@ -218,7 +218,7 @@ OWN = sw.Optim(Own, lr=0.02, groups={"*.bias": {"lr": 0.01, "betas": (0.7, 0.2)}
 
 
 def go(
-    world: World, folder: str, plan: str, optimizer: Any, steps: range, save: str
+    world: World, plan: str, folder: str, optimizer: Any, steps: range, save: str
 ) -> tuple[dict[str, Any], Any]:
     """Steps of an engine, to a checkpoint if `save` says how, else from the folder's."""
     engine = engine_of(world, f"{plan} fp64", Sum(), optimizer, least_unit_bytes=0)
@@ -237,12 +237,7 @@ def go(
 
 
 def run(plan: str, *args: Any) -> tuple[dict[str, Any], Any]:
-    ranks = sw.Plan.parse(plan).size
-    return (
-        go(alone(), args[0], plan, *args[1:])
-        if ranks == 1
-        else run_gloo(ranks, go, args[0], plan, *args[1:])[0]
-    )
+    return run_gloo(sw.Plan.parse(plan).size, go, plan, *args)[0]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from tests.checkpoint.support import (
     dies,
     engine_of,
     files,
+    limited,
     names,
     refuse,
     rows,
@@ -333,13 +334,11 @@ def test_a_file_that_cannot_grow_leaves_what_was_there(tmp_path: Path, over: Wri
     """As of a quota: one paragraph with the system's reason; no half of anything is left."""
     to, act = over(tmp_path)
     before = files(tmp_path)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
-    try:
-        with pytest.raises(RunError, match=r"could not be (saved|written)") as caught:
-            act()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with (
+        limited(resource.RLIMIT_FSIZE, 64),
+        pytest.raises(RunError, match=r"could not be (saved|written)") as caught,
+    ):
+        act()
     said = str(caught.value)
     assert "File too large" in said and "\n" not in said
     assert "enforce" not in said and ".cc" not in said

@@ -146,12 +146,11 @@ def test_whoever_waits_for_a_process_that_is_gone_is_told(monkeypatch: pytest.Mo
 
 def opened(world: World, where: str) -> tuple[bool, list[float]]:
     """Whether the ranks have mailboxes, and sums over them."""
-    own = shared._host, shared._create
-    try:
+    with pytest.MonkeyPatch.context() as patch:
         if where == "two hosts" and world.rank:
-            shared._host = lambda: 12345
+            patch.setattr(shared, "_host", lambda: 12345)
         if where == "no memory left":
-            shared._create = lambda _: -1
+            patch.setattr(shared, "_create", lambda _: -1)
         off = where == "switched off on one rank" and world.rank == 1
         wanted = shared_memory_wanted({SWITCH: "0"} if off else {})
         given = gloo_of(all_ranks(world))
@@ -161,8 +160,6 @@ def opened(world: World, where: str) -> tuple[bool, list[float]]:
         strided = torch.ones(3, 2 * world.size).t() * (world.rank + 1)
         block = fresh.begin_reduce_scatter_along(strided, 0)
         x = torch.cat([x, fresh.all_gather_along(block.wait(), 1).flatten()])
-    finally:
-        shared._host, shared._create = own
     return fresh.memory.mailboxes is not None, x.tolist()
 
 
@@ -179,11 +176,9 @@ def test_ranks_share_memory_where_they_can(ranks: int, where: str):
 
 def looked_at(world: World, value: str) -> tuple[list[bool], int, int]:
     """Whether links share memory by default and if asked; open handles and maps of mailboxes."""
-    os.environ[SWITCH] = value
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SWITCH, value)
         shares = [TorchLinks(ours=False, shared_memory=x).shared for x in (None, True, False)]
-    finally:
-        del os.environ[SWITCH]
     gloo_of(world.everyone).ready()
     names = [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()]
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
