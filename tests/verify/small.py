@@ -48,12 +48,6 @@ def narrow() -> Made:
     return Asks(), mean, lambda rows, _: torch.ones(rows, 7)
 
 
-def one_feature() -> Made:
-    model: Any = nn.Sequential(nn.Linear(6, 1), nn.Linear(1, 6))
-    model.tensor_table = {"0": "colwise", "1": "rowwise"}
-    return model, mean, ones
-
-
 def norm() -> Made:
     return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)), mean, ones
 
