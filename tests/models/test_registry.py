@@ -16,7 +16,7 @@ from shardwise.core.errors import InputError
 from shardwise.models import hf, pretrained
 from shardwise.models.registry import find
 from shardwise.verify.command import verify
-from tests.checkpoint.test_damage import limits, special
+from tests.checkpoint.test_damage import little_memory, special
 
 NET = """
 import torch
@@ -297,7 +297,7 @@ def test_an_absurd_folder_is_refused(name: str, whole: Path, tmp_path: Path):
     shutil.copytree(whole, folder)
     damage, message = DAMAGES[name]
     damage(folder)
-    with limits():
+    with little_memory():
         for use in (lambda: pretrained.read(folder, None), lambda: find(f"hf:{folder}").build()):
             with pytest.raises(InputError, match=message) as caught:
                 use()
