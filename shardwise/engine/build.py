@@ -28,6 +28,7 @@ from shardwise.engine.checks.reads import guard_shards
 from shardwise.engine.optimizer.elementwise import require_whole
 from shardwise.engine.options import Build
 from shardwise.engine.rank_zero_weights import RankZeroWeights
+from shardwise.flat.flat_parameter import Flat
 from shardwise.techniques.context import apply as context
 from shardwise.techniques.data.apply import (
     Held,
@@ -39,10 +40,9 @@ from shardwise.techniques.data.apply import (
     sizes,
     units_of,
 )
-from shardwise.techniques.data.flat.flat_parameter import Flat
-from shardwise.techniques.data.flat.weight_gradient import take_over
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Pace, StagedUnits, Unit, Units
+from shardwise.techniques.data.weight_gradient import take_over
 from shardwise.techniques.expert import apply as expert
 from shardwise.techniques.layers import apply as layers
 from shardwise.techniques.layers.plans import LayerPlans, require_units

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shardwise.core.zero import CATEGORIES, GATHERED, OWNED, PART_OF, Tier, by_tier
 from shardwise.engine.optimizer.optimizer import Owned
-from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.flat.flat_parameter import Flat
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine

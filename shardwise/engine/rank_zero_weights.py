@@ -20,7 +20,7 @@ from shardwise.comm.world import Axis, World
 from shardwise.core.applied import Fill
 from shardwise.core.errors import bad
 from shardwise.engine.precision import param_dtypes
-from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.flat.flat_parameter import Flat
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.agreement.same_on_ranks import SameOnRanks
 from shardwise.comm.move import begin_sum
 from shardwise.comm.tiers.host_memory import HostNumbers
 from shardwise.core.errors import NonFiniteError
@@ -24,7 +25,6 @@ from shardwise.engine.checks import validate
 from shardwise.engine.optimizer.norm import counted
 from shardwise.engine.optimizer.optimizer import Factor
 from shardwise.techniques.data.consensus import used_in
-from shardwise.techniques.data.same_on_ranks import SameOnRanks
 from shardwise.techniques.data.units import Unit
 
 if TYPE_CHECKING:

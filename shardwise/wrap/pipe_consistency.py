@@ -5,7 +5,7 @@
     the factor by which the program scaled its gradients (techniques/data/outputs.py)
 
 A call sends nothing that all ranks sum, so the second call of every EVERY that trains sums numbers
-(techniques/data/same_on_ranks.py), and so does a save.  On a GPU the next call reads them, which
+(agreement/same_on_ranks.py), and so does a save.  On a GPU the next call reads them, which
 waits for nothing.
 """
 
@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwise.agreement import same_on_ranks
+from shardwise.agreement.same_on_ranks import SameOnRanks
 from shardwise.comm.move import begin_sum, broadcast
 from shardwise.comm.parameter import parameter_like
 from shardwise.comm.tiers.host_memory import HostNumbers, doubles_on
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.tools.hook import weakly
-from shardwise.techniques.data import same_on_ranks
 from shardwise.techniques.data.outputs import Scaling
-from shardwise.techniques.data.same_on_ranks import SameOnRanks
 from shardwise.techniques.pipeline.stage_module import Staging
 from shardwise.wrap.plain_optimizer import options_of, require_gradients
 

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer, SparseAdam
 
+from shardwise.agreement.checksum import versions
 from shardwise.core.errors import bad
 from shardwise.engine.checks import validate
 from shardwise.engine.optimizer.elementwise import ELEMENTWISE, is_listed
 from shardwise.engine.optimizer.optimizer_state import compared
 from shardwise.engine.optimizer.owners import WHOLE, WholeSteps, needs_whole
-from shardwise.techniques.data.checksum import versions
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import owners
 

@@ -11,8 +11,8 @@ from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.tools.structure import uncompiled
 from shardwise.engine.checks import validate
+from shardwise.flat.flat_parameter import Flat
 from shardwise.techniques.data.apply import driver_of, drivers, flats_of
-from shardwise.techniques.data.flat.flat_parameter import Flat
 
 
 @normal_mode()

@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.agreement.checksum import bits_sum
 from shardwise.comm.move import all_reduce, begin_sum
 from shardwise.comm.transport import Lease
 from shardwise.comm.unchanged import normal_mode
@@ -36,6 +37,7 @@ from shardwise.engine.default_fill import default_fill
 from shardwise.engine.optimizer.norm import power_sum
 from shardwise.engine.precision import DTYPES, HALF, cast_inputs, param_dtypes
 from shardwise.engine.rank_zero_weights import RankZeroWeights, missing_weights
+from shardwise.flat.flat_parameter import Flat, State
 from shardwise.techniques.data.apply import (
     Sharding,
     by_row,
@@ -48,8 +50,6 @@ from shardwise.techniques.data.apply import (
     shard,
     units_of,
 )
-from shardwise.techniques.data.checksum import bits_sum
-from shardwise.techniques.data.flat.flat_parameter import Flat, State
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Pace
 from shardwise.wrap import plain_optimizer

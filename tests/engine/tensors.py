@@ -15,11 +15,11 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.memory import resting
 from shardwise.engine.state.box import Box
 from shardwise.engine.step_end import Metrics
+from shardwise.flat.flat_parameter import Flat
 from shardwise.models import gpt
 from shardwise.models.trainable import fill
 from shardwise.observe.dry_engine import ALONE
 from shardwise.observe.dry_twin import DryTwin
-from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.expert.apply import ExpertLayout
 from shardwise.verify.finding import Costs
 from shardwise.verify.oracles.batches import Division

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardwise as sw
+from shardwise.agreement import checksum
+from shardwise.agreement.checksum import WEIGHTS, bits_sum, weighted
+from shardwise.agreement.same_on_ranks import SameOnRanks
 from shardwise.comm.world import Axis, World, alone
 from shardwise.core.errors import InputError
 from shardwise.core.layouts.param_layout import AxisLayout, Layout
@@ -20,9 +23,6 @@ from shardwise.core.mesh import Mesh
 from shardwise.engine.checks import consistency
 from shardwise.engine.options import EngineOptions
 from shardwise.observe.dry_twin import DryTwin
-from shardwise.techniques.data import checksum
-from shardwise.techniques.data.checksum import WEIGHTS, bits_sum, weighted
-from shardwise.techniques.data.same_on_ranks import SameOnRanks
 from tests.engine.cases import ranks_of, refusal
 from tests.engine.tensors import step_as_predicted
 from tests.pool import run_gloo, run_threads

@@ -23,8 +23,8 @@ from shardwise.engine.checks.device_room import ran_out
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import optimizer
 from shardwise.engine.options import EngineOptions
+from shardwise.flat.flat_gradient import FlatGradient
 from shardwise.observe.dry_twin import DryTwin
-from shardwise.techniques.data.flat.flat_gradient import FlatGradient
 from shardwise.train import loop
 from tests.engine.cases import ranks_of, regression, settled, squares, text, vectors
 from tests.engine.pipelines import deep

@@ -27,10 +27,10 @@ from shardwise.engine.checks.device_room import with_offload
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer.optimizer import ShardedOptimizer
 from shardwise.engine.predict import predict
+from shardwise.flat.flat_parameter import Flat
 from shardwise.observe.meter import Meter
 from shardwise.prediction.prediction import Prediction
 from shardwise.techniques.data import apply as shard
-from shardwise.techniques.data.flat.flat_parameter import Flat
 from tests.engine.cases import (
     Case,
     Task,

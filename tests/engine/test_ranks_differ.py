@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import shardwise as sw
+from shardwise.agreement import same_on_ranks
 from shardwise.comm.tiers.host_memory import HostNumbers
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.engine.options import EngineOptions
 from shardwise.observe.dry_twin import DryTwin
-from shardwise.techniques.data import same_on_ranks
 from tests.engine.cases import Case, build, ranks_of, refusal, rows_task, settled, share, vectors
 from tests.engine.cases import squares as loss
 from tests.engine.tensors import step_as_predicted

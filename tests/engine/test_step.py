@@ -17,7 +17,7 @@ import shardwise as sw
 from shardwise.comm.tiers.host_memory import HostNumbers
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RankError
-from shardwise.techniques.data.flat.flat_parameter import State
+from shardwise.flat.flat_parameter import State
 from tests.engine.cases import (
     ROWS,
     Case,

@@ -15,9 +15,9 @@ import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.schedule.schedule import Step
 from shardwise.engine.engine import Engine
+from shardwise.flat.flat_gradient import FlatGradient
 from shardwise.techniques.data.apply import drivers
-from shardwise.techniques.data.flat.flat_gradient import FlatGradient
-from shardwise.techniques.data.flat.weight_gradient import LEAST, take_over
+from shardwise.techniques.data.weight_gradient import LEAST, take_over
 from tests.engine.cases import Case, build, difference, rows_task, settled
 from tests.engine.tensors import mine
 from tests.pool import run_threads

@@ -19,8 +19,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from shardwise.agreement.doubts import installed, layers_of, read_by
 from shardwise.core.tools.tree import PLAIN
-from shardwise.techniques.data.doubts import installed, layers_of, read_by
 
 #: The most items of a container that is searched, objects in all, and elements of tensors in all.
 _MOST_ITEMS: Final = 4096

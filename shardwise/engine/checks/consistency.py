@@ -10,7 +10,7 @@
     each evaluation              the batch                                 cp, tp and pp axes
     every `check_every` steps    the same as in the first steps            tp and pp axes
 
-techniques/data/same_on_ranks.py has what ranks compare by numbers that they sum anyway.
+agreement/same_on_ranks.py has what ranks compare by numbers that they sum anyway.
 
 The ranks of a tp axis compute one step together, and every replicated parameter's gradient
 redundantly.  If such a parameter is applied to a part of the features, its gradient is a partial
@@ -29,20 +29,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.move import all_gather, all_gather_object
-from shardwise.comm.world import Axis, World
-from shardwise.core.errors import bad
-from shardwise.core.tally import Key, Tally
-from shardwise.core.tools.arguments import rank_names
-from shardwise.engine.optimizer.norm import squared_norm
-from shardwise.techniques.data.checksum import (
+from shardwise.agreement.checksum import (
     Options,
     bits_sum,
     has_bits,
     text_hash,
     weighted,
 )
-from shardwise.techniques.data.doubts import (
+from shardwise.agreement.doubts import (
     floats_of,
     identity,
     layers_of,
@@ -50,8 +44,14 @@ from shardwise.techniques.data.doubts import (
     reads,
     values_read,
 )
-from shardwise.techniques.data.flat.flat_parameter import Flat
-from shardwise.techniques.data.same_on_ranks import SameOnRanks
+from shardwise.agreement.same_on_ranks import SameOnRanks
+from shardwise.comm.move import all_gather, all_gather_object
+from shardwise.comm.world import Axis, World
+from shardwise.core.errors import bad
+from shardwise.core.tally import Key, Tally
+from shardwise.core.tools.arguments import rank_names
+from shardwise.engine.optimizer.norm import squared_norm
+from shardwise.flat.flat_parameter import Flat
 
 #: Relative difference of losses and gradients that counts as rounding.
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 3e-2

@@ -26,7 +26,7 @@ from shardwise.comm.move import all_gather_object, begin_sum
 from shardwise.comm.tiers.host_memory import HostNumbers
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import NonFiniteError
-from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.flat.flat_parameter import Flat
 
 #: This many skipped updates in a row are an error, even where steps may be skipped.
 MOST_SKIPS: Final = 100

@@ -27,7 +27,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from shardwise.core.errors import bad
 from shardwise.core.tools.tree import mapped
 from shardwise.engine.precision import HALF
-from shardwise.techniques.data.flat.flat_parameter import Flat, State
+from shardwise.flat.flat_parameter import Flat, State
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Unit, owners
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from shardwise.comm.tiers.disk import Inline
-from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.flat.flat_parameter import Flat
 
 #: The delay of a late update after `finish`; and the longest time that it waits for `finish`.
 LATE_S: Final = 0.02

@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardwise.agreement.same_on_ranks import SameOnRanks, named_parts
 from shardwise.comm.tiers.disk import Disk
 from shardwise.comm.tiers.tiers import Tiers, begin_copy
 from shardwise.core.errors import bad
@@ -53,8 +54,7 @@ from shardwise.engine.optimizer.owners import Owners
 from shardwise.engine.optimizer.runs import Runs, ShownStates
 from shardwise.engine.precision import HALF
 from shardwise.engine.state.box import counts, squares
-from shardwise.techniques.data.flat.flat_parameter import Flat
-from shardwise.techniques.data.same_on_ranks import SameOnRanks, named_parts
+from shardwise.flat.flat_parameter import Flat
 from shardwise.techniques.data.units import Unit, Units
 from shardwise.techniques.offload.disk_optimizer import StatesOnDisk
 

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from shardwise.comm.move import begin_all_to_all
 from shardwise.comm.transport import Pending
 from shardwise.core.layouts.uneven import owners
-from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
 
 #: A parameter: its flat group, and its index there.

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.optimizer.optimizer_state import State
-from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.flat.flat_parameter import Flat
 
 
 class FlatRun:

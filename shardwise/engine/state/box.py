@@ -10,7 +10,7 @@ from shardwise.core.layouts.flatten import Box1
 from shardwise.core.layouts.flatten import boxes as blocks_of
 from shardwise.core.layouts.param_layout import AxisLayout
 from shardwise.engine.optimizer.norm import squared_norm
-from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.flat.flat_parameter import Flat
 
 #: The offsets of a box, its values, and the index of this rank among its holders.
 Part = tuple[tuple[int, ...], Tensor, int]

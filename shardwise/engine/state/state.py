@@ -35,7 +35,7 @@ from shardwise.engine.optimizer.optimizer_state import (
 )
 from shardwise.engine.state import extra_state
 from shardwise.engine.state.box import Box, block, data_copy, pieces
-from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Units
 

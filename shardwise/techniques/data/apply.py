@@ -21,10 +21,10 @@ from shardwise.engine.checks import validate
 from shardwise.engine.default_fill import fill_part, materialise
 from shardwise.engine.precision import HALF, cast_inputs, param_dtypes
 from shardwise.engine.rank_zero_weights import RankZeroWeights
+from shardwise.flat.flat_parameter import Flat
+from shardwise.flat.local_layout import LocalLayout
 from shardwise.techniques.data.buffers import Buffers
 from shardwise.techniques.data.consensus import Consensus
-from shardwise.techniques.data.flat.flat_parameter import Flat
-from shardwise.techniques.data.flat.local_layout import LocalLayout
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.data.units import Pace, Unit, Units
 from shardwise.wrap.wrap_policy import Rule, UnitSpec, choose

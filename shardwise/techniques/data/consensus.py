@@ -19,18 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.agreement.checksum import share_numbers
+from shardwise.agreement.doubts import operations_of_pass
+from shardwise.agreement.same_on_ranks import SameOnRanks
 from shardwise.comm.move import begin_sum
 from shardwise.comm.tiers.host_memory import HostNumbers, doubles_on
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.tools.tree import leaves
+from shardwise.flat.flat_parameter import Flat
 from shardwise.techniques.data.buffers import Buffers
-from shardwise.techniques.data.checksum import share_numbers
-from shardwise.techniques.data.doubts import operations_of_pass
-from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.outputs import Scaling, Scalings
-from shardwise.techniques.data.same_on_ranks import SameOnRanks
 
 #: Checksums are below it.
 MARKS = 4096

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.agreement.doubts import Doubts
 from shardwise.core.errors import bad
 from shardwise.core.tools.tree import PLAIN, mapped, parts
-from shardwise.techniques.data.doubts import Doubts
-from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.flat.flat_parameter import Flat
 
 #: Types without tensors.
 _PLAIN = (*PLAIN, torch.dtype, torch.device, torch.layout, torch.memory_format)

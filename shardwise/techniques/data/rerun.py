@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from shardwise.agreement.checksum import LOSS, Computed, Reruns, numbers_of
 from shardwise.comm.move import all_to_all, gather_object
 from shardwise.comm.unchanged import drawing_from, generators_of, kept_buffers
 from shardwise.comm.world import Axis
@@ -27,8 +28,7 @@ from shardwise.core.errors import bad
 from shardwise.core.plan.plan import Plan
 from shardwise.core.tools.arguments import CheckEvery
 from shardwise.core.tools.tree import leaves, mapped
-from shardwise.techniques.data.checksum import LOSS, Computed, Reruns, numbers_of
-from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
 
 #: The loss of a part of the batch, or of its copy.

@@ -29,8 +29,8 @@ from shardwise.core.reduce_order import Act
 from shardwise.core.tools import hook
 from shardwise.core.tools.structure import BY_ENGINE, BY_HAND, Structure, graph_break
 from shardwise.core.unit_order import CallPlace
+from shardwise.flat.flat_parameter import Flat
 from shardwise.techniques.data.consensus import Consensus
-from shardwise.techniques.data.flat.flat_parameter import Flat
 from shardwise.techniques.data.outputs import Output, scalings_of, tensors_in, watch
 from shardwise.techniques.data.units import (
     GradientHooks,

@@ -37,7 +37,7 @@ from shardwise.core.errors import bad
 from shardwise.core.reduce_order import UnitState
 from shardwise.core.tools.hook import in_backward, others_after, owner, weakly
 from shardwise.core.unit_order import UnitOrder
-from shardwise.techniques.data.flat.flat_parameter import Flat, State
+from shardwise.flat.flat_parameter import Flat, State
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from shardwise.engine.optimizer.optimizer_spec import OptimizerSpec
 from shardwise.engine.optimizer.runs import FlatRun, Runs
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.precision import DTYPES
-from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.flat.flat_parameter import Flat
 
 
 class FlatOnDisk:

@@ -33,7 +33,7 @@ from shardwise.core.schedule.schedule import COMPUTE_OPS
 from shardwise.engine.checks.guard import Guard
 from shardwise.engine.optimizer.optimizer import Factor, ShardedOptimizer
 from shardwise.engine.options import EngineOptions
-from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.flat.flat_parameter import Flat
 from shardwise.techniques.data.unit_hooks import Data
 from shardwise.techniques.pipeline import stage_module
 from shardwise.techniques.pipeline.stage_module import Staging

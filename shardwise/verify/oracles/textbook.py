@@ -52,7 +52,7 @@ from shardwise.core.tally import Key
 from shardwise.core.zero import ALIASES, CATEGORIES, PART_OF, Tier
 from shardwise.engine.engine import Engine
 from shardwise.engine.memory import owned
-from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.flat.flat_parameter import Flat
 from shardwise.techniques.data.units import Unit
 from shardwise.techniques.expert.apply import ExpertLayout, experts_in, shapes_of
 from shardwise.techniques.recompute.checkpointed import FULL, SELECTIVE

@@ -28,11 +28,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from shardwise.agreement.checksum import NUMBERS, Options, bits_sum, has_bits, text_hash
 from shardwise.comm.start.rendezvous import variables_named
 from shardwise.core.tools.hook import program_hooks
 from shardwise.core.tools.tree import leaves
-from shardwise.techniques.data.checksum import NUMBERS, Options, bits_sum, has_bits, text_hash
-from shardwise.techniques.data.flat.flat_parameter import Flat
+from shardwise.flat.flat_parameter import Flat
 
 #: Names of attributes that may differ between ranks, or that others compare; and those of settings.
 _of_a_rank = re.compile("rank|dynamo|training|procid|localid|device|gpu", re.IGNORECASE).search

@@ -38,13 +38,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.move import all_gather, begin_sum, gather_object
-from shardwise.comm.tiers.host_memory import doubles_on
-from shardwise.comm.world import Axis
-from shardwise.core.errors import InputError, bad
-from shardwise.core.mesh import PIPELINE
-from shardwise.core.tools.arguments import rank_names
-from shardwise.techniques.data.checksum import (
+from shardwise.agreement.checksum import (
     Options,
     Reruns,
     Table,
@@ -58,8 +52,14 @@ from shardwise.techniques.data.checksum import (
     require_reruns,
     text_hash,
 )
-from shardwise.techniques.data.doubts import KINDS, Doubts
-from shardwise.techniques.data.flat.flat_parameter import Flat, State
+from shardwise.agreement.doubts import KINDS, Doubts
+from shardwise.comm.move import all_gather, begin_sum, gather_object
+from shardwise.comm.tiers.host_memory import doubles_on
+from shardwise.comm.world import Axis
+from shardwise.core.errors import InputError, bad
+from shardwise.core.mesh import PIPELINE
+from shardwise.core.tools.arguments import rank_names
+from shardwise.flat.flat_parameter import Flat, State
 
 #: Steps between two comparisons of weights, unless an engine says otherwise.
 EVERY = 100

@@ -48,8 +48,8 @@ from shardwise.comm.world import Axis
 from shardwise.core.applied import Fill
 from shardwise.core.errors import bad
 from shardwise.core.zero import RowMove
-from shardwise.techniques.data.flat.flat_gradient import FlatGradient
-from shardwise.techniques.data.flat.local_layout import FlatViews, LocalLayout
+from shardwise.flat.flat_gradient import FlatGradient
+from shardwise.flat.local_layout import FlatViews, LocalLayout
 
 
 class State(Enum):

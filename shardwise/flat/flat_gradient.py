@@ -29,7 +29,7 @@ from shardwise.core.errors import bad
 from shardwise.core.layouts.layout import P, Placement, R
 from shardwise.core.tools.hook import in_backward, others_after
 from shardwise.core.zero import RowMoves
-from shardwise.techniques.data.flat.local_layout import FlatViews, LocalLayout
+from shardwise.flat.local_layout import FlatViews, LocalLayout
 
 
 class FlatGradient:
