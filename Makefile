@@ -41,6 +41,7 @@ nightly: setup
 	$(BIN)/python -m tests.soak --minutes 30
 
 # Runs under a seeded schedule of faults, compared with undisturbed ones: make soak ARGS="--minutes 60"
+# Two ranks that must not grow in many tiny steps: make soak ARGS="--steps 100000"
 soak: setup
 	$(BIN)/python -m tests.soak $(ARGS)
 

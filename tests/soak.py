@@ -13,7 +13,8 @@ Each run is trained to its end, however often it is disturbed:
     disk       the disk is full for a while (a folder in memory of its own, where it may be mounted)
 
 At the end of a run its losses are compared with those of one undisturbed process, to 1e-10 in fp64,
-and descriptors, threads and memory must be flat.
+and descriptors, threads and memory must be flat. `--steps 100000` trains the smallest model for so
+many steps instead.
 """
 
 import argparse
@@ -34,8 +35,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+import shardwise as sw
 from shardwise.checkpoint.folder import CHECKPOINTS, all_in
-from shardwise.comm.world import alone
+from shardwise.comm.start.launch import spawn
+from shardwise.comm.world import alone, init
 from shardwise.train import config, loop
 from shardwise.train.metrics import read
 from tests.train import runs
@@ -46,6 +52,8 @@ STEPS, SAVE_EVERY, PAUSE_S = 60, 5, 0.02
 SMALL = "small"
 #: After a fault, a program that has not ended after this time hangs.
 PATIENCE_S = 120.0
+#: The lines of vital signs of each process of `flat`.
+LINES = 100
 
 
 @dataclass(frozen=True)
@@ -278,12 +286,36 @@ def soak(minutes: float, seed: int) -> int:
     return wrong
 
 
+def many_steps(steps: int, plan: str) -> list[dict[str, int]]:
+    """On one rank: the vital signs, LINES times in so many steps of one linear layer."""
+    world = init()
+    engine = sw.parallelize(nn.Linear(2, 1), plan, world, loss=lambda model, x: model(x).mean())
+    lines = list[dict[str, int]]()
+    for step in range(1, steps + 1):
+        engine.step(torch.full((1, 2), float(world.rank)))
+        if step % max(1, steps // LINES) == 0:
+            lines.append(vital_signs(world.rank, step))
+    return lines
+
+
+def flat(steps: int) -> int:
+    """Whether two ranks of `many_steps` grow: the number of those that do."""
+    wrong = 0
+    for lines in spawn(many_steps, 2, (steps, "dp2 zero3")):
+        grown = not_flat(lines)
+        shown = [{key: line[key] for key in list(line)[1:]} for line in (lines[10], lines[-1])]
+        print(f"{shown[0]} -> {shown[1]}: {'; '.join(grown) or 'flat'}", flush=True)
+        wrong += bool(grown)
+    return wrong
+
+
 def main() -> int:
     options = argparse.ArgumentParser(prog="python -m tests.soak")
     options.add_argument("--minutes", type=float, default=10.0)
     options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--steps", type=int, default=0, help="so many tiny steps, and no faults")
     asked = options.parse_args()
-    return min(1, soak(asked.minutes, asked.seed))
+    return min(1, flat(asked.steps) if asked.steps else soak(asked.minutes, asked.seed))
 
 
 #: How much a process may grow between its tenth line and its last.

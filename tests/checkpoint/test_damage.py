@@ -151,6 +151,10 @@ ABSURD: dict[str, tuple[Act, str]] = {
         ),
         "outside the checkpoint's folder",
     ),
+    "the piece twice": (
+        index(lambda _, t, __: t.chunks.append(t.chunks[0])),
+        "two boxes hold the element",
+    ),
     "no piece": (
         index(lambda m, t, p: (m.storage_data.pop(p), t.chunks.pop(0))),
         "boxes hold 0 elements",
@@ -167,7 +171,9 @@ NUMBERS: dict[str, tuple[Act, str]] = {
     name: (scalars(lambda said, v=values: said["engine"].update(v)), message)
     for name, values, message in (
         ("a negative counter", {"since": -1}, "of another form"),
+        ("a text as a step of the engine", {"step": "2"}, "of another form"),
         ("an infinite loss scale", {"loss_scale": float("inf")}, "of another form"),
+        ("groups in a list", {"groups": [1]}, "of another form"),
         ("a state that is a number", {"states": {"0.bias": 7}}, "manifest.json', which is damaged"),
     )
 }
