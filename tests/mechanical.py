@@ -201,7 +201,7 @@ def draw(kept: Collection[str] = ()) -> list[str]:
     drawn = list[str]()
     for folder, count in DRAWN.items():
         rng = random.Random(f"{SEED} {folder}")
-        found = [name for name in kept if name.startswith(f"{folder}/") and _stands(name)]
+        found = [name for name in kept if name.startswith(f"{folder}/") and stands(name)]
         candidates = _by_function(folder)
         while len(found) < count and candidates:
             by_rule = candidates.pop(rng.randrange(len(candidates)))
@@ -211,7 +211,12 @@ def draw(kept: Collection[str] = ()) -> list[str]:
     return drawn
 
 
-def _stands(name: str) -> bool:
+def is_drawn(name: str) -> bool:
+    """Whether it names a line, as no sabotage of the catalogue does, whose plan may have a |."""
+    return ".py:" in name.partition(" | ")[0]
+
+
+def stands(name: str) -> bool:
     """Whether the line of a fault is in the package."""
     file = PACKAGE / name.partition(":")[0]
     return file.exists() and any(site.name == name for site in sites(*read(file)))
@@ -233,7 +238,7 @@ def _by_function(folder: str) -> list[dict[str, list[str]]]:
 def put_in(name: str) -> None:
     """A fault of the catalogue; or a drawn one, with which its file is compiled when imported."""
     patch = pytest.MonkeyPatch()
-    if " | " not in name:
+    if not is_drawn(name):
         from tests.verify.test_mutations import NAMED
 
         NAMED[name].apply(patch)

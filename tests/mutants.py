@@ -130,6 +130,9 @@ def judged(chosen: Sequence[str], known: Known, every: bool, jobs: int) -> Itera
     """The faults that no test notices. Those that are known to notice one run first."""
 
     def noticed(fault: str) -> bool:
+        if mechanical.is_drawn(fault) and not mechanical.stands(fault):
+            print(f"STALE {fault}: its line is gone; --draw draws another", flush=True)
+            return False  # its import would fail, as if a test had noticed it
         said = [] if every else known.said[fault]
         found = (said and failing(fault, said, every)) or failing(fault, [], every)
         print(f"{fault}: {', '.join(found)}" if found else f"SURVIVES {fault}", flush=True)
@@ -152,7 +155,7 @@ def main(
         importlib.import_module(module)
     known = Known()
     said, _ = forked(_catalogue)
-    drawn = [name for name in known.said if " | " in name]
+    drawn = [name for name in known.said if mechanical.is_drawn(name)]
     known.keep([*json.loads(said.splitlines()[-1]), *(mechanical.draw(drawn) if draw else drawn)])
     chosen = [f for f in known.said if not text or any(part in f for part in text)]
     chosen = [fault for fault in chosen if not known.equivalent(fault)]
