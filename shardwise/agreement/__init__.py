@@ -1,1 +1,1 @@
-"""What ranks must have alike: sums of bits, doubts, and their exchange."""
+"""Checks that ranks agree: checksums, warnings of what may differ on purpose, comparisons."""

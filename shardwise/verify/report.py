@@ -192,7 +192,7 @@ def may_be_chance(found: Report, findings: Sequence[Finding]) -> bool:
 
 
 def over_batches(batches: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """One finding for each rank, with the costs of the first batch and the errors of all."""
+    """One finding for each rank: the costs of the first batch, the mean errors of all batches."""
     every = [
         [_errors_of(by_rank) for by_rank in zip(*(one.errors for one in findings), strict=True)]
         for findings in batches
@@ -207,8 +207,8 @@ def over_batches(batches: Sequence[Sequence[Finding]]) -> list[Finding]:
 
 
 def _mean(of_batches: Sequence[Errors]) -> Errors:
-    """The geometric mean of each error, since its logarithm varies by chance (rounding.py). An
-    error below 1, about what a right run has, counts as 1, so that none hides another.
+    """The geometric mean of each error over the batches, since its logarithm varies by chance
+    (rounding.py). An error below 1 counts as 1, so that it does not hide a large one in another.
     """
     errors = [
         math.exp(fmean(math.log(max(error, 1.0)) for error in of_one)) if any(of_one) else 0.0

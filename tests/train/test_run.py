@@ -87,7 +87,7 @@ def test_a_stopped_run_goes_on_under_another_plan(
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # by the compiler
 def test_fewer_records_are_of_the_same_run(whole: list[Record], tmp_path: Path):
-    """With compiled blocks and a record every third step, as it is evaluated; its loss falls."""
+    """Compiled blocks and a record every third step change no number, and the loss falls."""
     given = runs.settings(tmp_path / "run", record_every=3, save_every=0, compile=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))

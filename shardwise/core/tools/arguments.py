@@ -95,8 +95,8 @@ def suggest(word: str, known: Iterable[str], cutoff: float = 0.0) -> str:
 
 
 def suggestions(word: str, known: Iterable[str], count: int, cutoff: float = 0.0) -> list[str]:
-    """Up to `count` words, the most similar first: those that `word` begins, and of equal ones one
-    with the same first letter.  Typing errors are rarely in it ("dpp2" is dp2, not pp2).
+    """Up to `count` words: first those that start with `word`, then the most similar; of
+    equals, one with the same first letter, where typing errors are rare ("dpp2" is dp2, not pp2).
     """
     similarity = SequenceMatcher(b=word)
     found: list[tuple[float, bool, str]] = []

@@ -32,8 +32,8 @@ class Buffers:
 
     @torch.no_grad()
     def lend(self) -> list[tuple[Tensor, Tensor]]:
-        """Copy rank 0's buffers to every rank for an evaluation. Returns this rank's buffers with
-        other values, and these, which the caller puts back.
+        """Copy rank 0's buffers to every rank for an evaluation. Returns this rank's buffers that
+        had other values, each with its own value, which the caller restores afterwards.
         """
         receives = self.follow and any(axis.rank for axis in self.axes)
         before = [(b, b.detach().clone()) for b in self._all()] if receives else []

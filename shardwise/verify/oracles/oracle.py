@@ -122,8 +122,8 @@ class Lowered(TorchFunctionMode):
 
 
 def backward(loss: Tensor, dtype: torch.dtype) -> None:
-    """Differentiate; a model that recomputes by itself computes as in its forward pass. torch
-    disables the mode while it handles `loss.backward()`.
+    """Run the backward pass in the same precision, also of what the model recomputes in it.
+    `loss.backward()` would not do: torch disables the mode while it handles this call.
     """
     with Lowered(dtype):
         ones, found = torch.ones_like(loss), {"allow_unreachable": True, "accumulate_grad": True}
