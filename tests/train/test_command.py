@@ -139,11 +139,12 @@ def test_bad_input_is_a_paragraph_and_exit_code_2(
 
 
 def test_more_processes_than_cores_are_started_only_where_asked(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     """Four heads fit three ranks: the machine's cores are the reason, and --nproc the way."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    code, _, said = ended(capsys, "train", str(EXAMPLE), "--plan", "tp3")
+    own = f"run.folder={tmp_path / 'run'}"  # `make train` may have filled that of the example
+    code, _, said = ended(capsys, "train", str(EXAMPLE), "--plan", "tp3", "--set", own)
     assert code == 2
     assert "the plan 'tp3', which needs 3 processes on this machine, with 2 processor cores" in said
     assert said.strip().endswith("Write instead: --nproc 3.")
@@ -314,7 +315,7 @@ def test_a_number_is_a_number_in_its_range(key: tuple[str, str], value: object):
 
 
 def test_an_override_without_its_parts_is_refused():
-    """--set wants a section, a key and a value; one that names a section is told a key of it."""
+    """--set needs a section, a key and a value; without the key, the error suggests one."""
     for text in ("steps", "train.steps", "steps=3", ".steps=3", "train.=3"):
         with pytest.raises(InputError, match=r"section\.key=value"):
             config.override({}, [text])
