@@ -59,6 +59,15 @@ class Shifted(nn.Module):
         return x.relu() + torch.ones(20, dtype=x.dtype)
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(20))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() * self.scale
+
+
 class Words(nn.Module):
     """An embedding, a body, and a head of the same weight or of its own."""
 
@@ -91,6 +100,15 @@ class Convolution(nn.Module):
         return self.mix(x.transpose(1, 2)).relu().transpose(1, 2)
 
 
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cell(x)[0]
+
+
 class EncoderDecoder(nn.Module):
     """A decoder that attends to an encoder of the reversed positions."""
 
@@ -117,6 +135,10 @@ def convolution():
     return Words(Convolution(), FeedForward()), loss, batch
 
 
+def recurrent():
+    return Words(Recurrent(), FeedForward()), loss, batch
+
+
 def encoder_decoder():
     return Words(EncoderDecoder()), loss, batch
 
@@ -136,6 +158,10 @@ def shifted():
 def one_key():
     """Heads that share one key and one value: no rank may hold a part of the queries alone."""
     return Words(Residual(Attention(1))), loss, batch
+
+
+def scaled():
+    return Words(FeedForward(Scaled())), loss, batch
 
 
 def chain():

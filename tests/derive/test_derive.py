@@ -18,14 +18,14 @@ from shardwise.engine.predict import predict
 from shardwise.models import hf
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.registry import find
-from shardwise.techniques.tensor.hf_tables import _DECODERS
+from shardwise.techniques.tensor.hf_tables import _DECODERS, _STYLES
 from shardwise.techniques.tensor.source import own_table, shapes, table_of
 from shardwise.techniques.tensor.table_check import check
 from shardwise.train import config
 from shardwise.train.prepare import RunStart, prepare
 from shardwise.verify.inputs import Options, table_in
 from tests.derive import models
-from tests.train.runs import model_folder, pretrained, printed
+from tests.train.runs import model_folder, pretrained, printed, run
 from tests.verify.test_command import shortly
 
 HAND = Path(__file__).with_name("models.py")
@@ -39,6 +39,7 @@ SEQUENCE = ["gpt2", "bert", "llama", "mistral", "qwen3", "gemma2", "gpt_neox"]
 #: Modules that are sharded of each: every pair of layers, and the vocabulary.
 MODULES = {
     "convolution": "embed, body.1.up, body.1.down, head",
+    "recurrent": "embed, body.1.up, body.1.down, head",
     "packed": "embed, body.0.inner.qkv, body.0.inner.out, body.1.up, body.1.down, head",
     "tied": "embed, body.0.up, body.0.down, head",
 }
@@ -122,6 +123,7 @@ def test_the_table_of_an_architecture_holds_and_sends_no_more_than_its_own(name:
 
 WHOLE = [
     ("one_key", "body.*.inner.q", "a replicated tensor is combined with it"),
+    ("scaled", "body.*.up", "the parameter body.0.between.scale has it"),
     ("shifted", "body.*.up", "a constant or the batch has its size"),
     ("convolution", "body.*.mix", "no layer of features in and out"),
     ("chain", "8", "no other layer reads its output"),  # of five in a row
@@ -141,6 +143,7 @@ def test_what_is_not_understood_stays_whole(name: str, layer: str, why: str):
     ("name", "why"),
     [
         ("encoder_decoder", "flip in body.0 mixes positions between the sharded layers"),
+        ("recurrent", "no pair of sharded layers is given the positions"),
         ("chain", "no embedding shows which dim has the positions"),
     ],
 )
@@ -182,6 +185,15 @@ def test_commands_derive_the_table_or_take_it_from_a_file(
     assert whole == memory("tp2 sp", "--table", str(file))
     assert whole["parameters"] < memory("dp1")["parameters"]
     assert "It holds." in printed(capsys, "verify", "tp2 sp", "--model", name)
+
+
+@pytest.mark.full
+def test_a_run_derives_the_table(tmp_path: Path):
+    """`train` of a folder of opt, which has no table: the losses are those of one process."""
+    weights = model_folder("opt", tmp_path / "w")
+    expected = [each.loss for each in run(pretrained(tmp_path / "one", weights, "fp64", steps=3))]
+    given = pretrained(tmp_path / "two", weights, "tp2 zero1 fp64", steps=3)
+    assert [each.loss for each in run(given, ranks=2)] == pytest.approx(expected, rel=1e-10)
 
 
 def test_a_run_takes_a_table_from_a_file(tmp_path: Path):
@@ -229,6 +241,16 @@ def test_the_tables_of_transformers_fit(name: str, ranks: int, sp: bool):
     cut = {key for key, style in styles.items() if cuts(style, modules[key], table, ranks)}
     whole = {key for key, shape in modules.items() if shape.kind == "linear"} - cut
     assert whole == set()
+
+
+def test_what_works_on_the_sequence_in_a_decoder():
+    """Norms of the residual stream, not those in attention; experts token by token."""
+    qwen = dict(table_of(made("qwen3")).sequence)
+    assert "model.layers.*.self_attn.q_norm" not in qwen
+    mixed = dict(table_of(made("qwen3_moe", mlp_only_layers=[1])).sequence)
+    assert mixed["model.layers.1.mlp"] == "gather"
+    assert mixed["model.layers.*.mlp.gate"] == "sequence"  # layer 1 has none
+    assert "model.layers.*.mlp" not in mixed
 
 
 def test_plans_of_configurations_are_read():
@@ -282,6 +304,12 @@ def test_modules_as_a_table_sees_them():
     assert ("num_heads", 2) in seen["attn"].numbers and not seen["drop"].parameters
     (problem, *_) = check(Table.of({"attn.out_proj": "rowwise"}), seen, sp=False, ranks=2)
     assert "NonDynamicallyQuantizableLinear" in problem.given
+
+
+def test_every_style_of_the_library_is_one_of_ours_or_whole():
+    """What plans of transformers say is translated to styles that a table takes."""
+    for style in filter(None, _STYLES.values()):
+        assert Table.of({}, sequence={"a": style}).sequence == (("a", style),)
 
 
 def test_the_page_has_every_style():

@@ -55,7 +55,10 @@ def drop_later(module: nn.Module) -> None:
 
 
 def twice(module: nn.Module) -> None:
-    squares(module, rows(0, 0)).backward(create_graph=True)
+    try:
+        squares(module, rows(0, 0)).backward(create_graph=True)
+    finally:
+        squares(module, rows(0, 0)).backward()  # the next pass is as any other
 
 
 def gradient_of_gradient(module: nn.Module) -> None:
@@ -145,17 +148,29 @@ def test_what_a_wrapped_module_refuses(call: Callable[[World], object], said: st
         assert all(phrase in text for phrase in said.split(" ... ")), text
 
 
+def clip_values(module: nn.Module) -> None:
+    nn.utils.clip_grad_value_(module.parameters(), 0.01)
+
+
+def clip_by_ours(module: nn.Module) -> None:
+    sw.clip_grad_norm(module, 0.1)
+
+
 def unscale(module: nn.Module, parameters: int | None = None) -> None:
     for p in list(module.parameters())[:parameters]:
         p.grad = p.grad if p.grad is None else p.grad.mul_(0.125)
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(
     ("how", "act"),
-    [("FULL_SHARD", unscale), ("FULL_SHARD", partial(unscale, parameters=1)), ("DDP", by_torch)],
+    [
+        *(("FULL_SHARD", act) for act in (clip_by_ours, clip_values, unscale)),
+        *(("FULL_SHARD", partial(unscale, parameters=1)), ("DDP", by_torch)),
+    ],
 )
 def test_what_scales_all_ranks_alike_is_not(how: str, act: Act):
-    """Nor what scales a part of the parameters."""
+    """Nor what changes elements one by one, nor a part of the parameters."""
     run_threads(2, acting(how, act))
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils.rnn import PackedSequence
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
@@ -165,15 +166,32 @@ def test_a_parametrization_that_a_program_caches():
         torch.testing.assert_close(found, skipping(settled(Skips().double()))[0])
 
 
+class Padded(nn.Module):
+    """In evaluations, nn.TransformerEncoder looks at the padding, to compute without it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 16, batch_first=True)
+        self.embed, self.encoder = nn.Linear(4, 16), nn.TransformerEncoder(layer, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sequences = self.embed(x.view(-1, 4, 4))
+        padding = (torch.arange(4) == 3).expand(len(sequences), 4)
+        return self.encoder(sequences, src_key_padding_mask=padding)[:, :3]
+
+
 def test_norms_evaluation_and_what_is_left():
     """The norm is that of all stages; nothing stays of inference and of a backward pass."""
 
     def on_rank(world: World) -> tuple[float, int]:
         model = sw.Pipe(deep(), world=world)
+        encoder = sw.Pipe(settled(Padded().double()), world=world).eval()
         with torch.inference_mode():
             out = model.eval()(rows(16))
+            padded = encoder(rows(16))
         assert not out.requires_grad and not model.training
         torch.testing.assert_close(out, deep()(rows(16)))
+        torch.testing.assert_close(padded, settled(Padded().double()).eval()(rows(16)))
         model.train()(
             rows(16)
         ).square().mean().backward()  # torch keeps the frames of its first imports
@@ -209,6 +227,16 @@ class Mean(nn.Module):
         return x.mean()
 
 
+class Packs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.rnn = nn.Linear(16, 6), nn.LSTM(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = torch.ones(len(x), dtype=torch.int64)
+        return self.rnn(PackedSequence(self.embed(x), lengths))[0].data
+
+
 def pipe(model: Any, chunks: int = 8, world: World | None = None, **options: Any) -> nn.Module:
     return sw.Pipe(model, chunks, world=world or alone(), **options)
 
@@ -228,6 +256,7 @@ BAD: list[tuple[Callable[[], Any], str]] = [
         lambda: pipe(nn.Sequential(known_example(), Mean()))(rows(16)),
         r"an output of shape \[\] of a pipe.*sw\.parallelize",
     ),
+    (lambda: pipe(Packs().double())(rows(16)), "a PackedSequence that rnn takes or returns"),
     (lambda: twice(pipe(known_example())), "a second backward pass"),
     (
         lambda: pipe(known_example(), 2)(rows(4), rows(3)),
@@ -271,9 +300,13 @@ class Looks(nn.Module):
                 x = torch.cat([x, x[:, :1]], 1)[:, :-1] if i % 2 else x.relu() + x
             case "item":
                 x = x * (1 + tokens.max().item() / 100)
+            case "tolist":
+                x = x * len(set(tokens.flatten().tolist())) / 10
             case "a mask written to":
                 x = x.clone()
                 x[tokens == RARE] = 0
+            case "nonzero":
+                x = x + x[:, (tokens != RARE).all(0).nonzero()[:1, 0]]
             case "another length" if i == 1:
                 x = x[:, : int((tokens != RARE).sum(1).max()) - 1]
             case "a guard of activations" if torch.isnan(x).any():
@@ -287,7 +320,8 @@ class Looks(nn.Module):
 
 HOWS = (
     *("another length", "a mask in the loss", "a branch with other operations", "item"),
-    *("a guard of activations", "a mask written to", "a branch on activations"),
+    *("a guard of activations", "tolist", "a mask written to", "nonzero"),
+    "a branch on activations",
 )
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any
@@ -90,7 +91,9 @@ def plain(name: str) -> list[tuple[float, list[float]]]:
     [("pp2 1f1b:2 fp64", "LambdaLR"), *(("dp2 zero3 fp64", name) for name in SCHEDULERS)],
 )
 def test_a_scheduler_of_torch_drives_the_engine(plan: str, name: str):
-    """Rates and losses are the plain loop's, without warnings; an empty group is kept too."""
+    """Rates of every group and losses are those of the plain loop; no scheduler warns. A stage
+    without any parameter of a group has that group, empty, so that schedules agree.
+    """
     wanted = plain(name)
     for found in run_threads(2, scheduled, plan, name):
         assert [used for _, used in found] == [used for _, used in wanted]
@@ -197,6 +200,19 @@ def test_a_rate_that_is_a_tensor_trains_as_the_number():
     (one, two, weights), (first, second, others) = runs
     assert (one, two) == (first, second)
     assert all(map(torch.equal, weights, others))
+
+
+def test_a_pattern_that_matches_nothing_warns_once():
+    """One recipe serves two models: rank 0 warns, and training goes on."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_threads(2, with_pattern, "*.bais")
+    [warning] = caught
+    assert 'group "*.bais" matches no parameter' in str(warning.message)
+
+
+def with_pattern(world: World, pattern: str) -> None:
+    step_of(engine_of(world, "dp2 fp64", groups={pattern: {"lr": 0.5}}), 0)
 
 
 RATES = [math.nan, math.inf, "0.1", None, -0.1, True, torch.ones(2)]

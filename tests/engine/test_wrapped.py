@@ -22,7 +22,7 @@ from shardwise.wrap.wrap import STRATEGIES
 from tests.engine import loops
 from tests.engine.cases import Case, Task, build, difference, share, squares, text
 from tests.engine.loops import adam, rows, steps, wrap
-from tests.engine.zoo import make
+from tests.engine.zoo import dims, make
 from tests.pool import run_gloo, run_threads
 
 WAYS = ["DDP", *STRATEGIES]
@@ -176,6 +176,16 @@ def test_a_world_of_one_is_the_plain_module_and_free(how: str, monkeypatch: pyte
     assert side.seen == pytest.approx(plain.seen, rel=1e-12)
     assert all(difference(v, expected[n]) <= 1e-12 for n, v in model.state_dict().items())
     assert calls == []
+
+
+def buckets(world: World, units: Any) -> int:
+    return len(data_of(sw.FSDP(make("stack"), "NO_SHARD", units=units, world=world)).units.order)
+
+
+def test_units_are_the_buckets_of_a_strategy_that_shards_nothing():
+    """The wrap policy is followed, although no unit is gathered."""
+    few, several = (run_threads(2, buckets, units)[0] for units in ("auto", 1))
+    assert few < several
 
 
 def dropped(world: World, how: str) -> list[bool]:
@@ -352,3 +362,19 @@ def test_optimizers_in_backward_do_what_a_step_after_it_does():
     for how in ("before", "after"):
         for found in run_threads(2, in_backward, how):
             assert same(found, expected)
+
+
+def with_first_states(world: World) -> dict[str, Tensor]:
+    """The weights after a step of Adagrad, whose states are made with it, in a plain loop."""
+    model = sw.FSDP(dims(), world=world)
+    optim = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    both = torch.cat([rows(0, rank) for rank in range(2)])
+    squares(model, both.chunk(world.size)[world.rank]).backward()
+    optim.step()
+    return model.state_dict()
+
+
+def test_a_step_count_is_not_taken_for_a_state_of_a_parameter_without_dims():
+    """Both have the same shape, and the rank without the parameter's element steps too."""
+    ours, (expected,) = run_threads(2, with_first_states)[1], run_threads(1, with_first_states)
+    assert all(difference(ours[name], expected[name]) < 1e-12 for name in expected)

@@ -8,8 +8,10 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
@@ -167,9 +169,22 @@ def test_gradients_that_are_asked_for(written: list[str]):
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in narrow.parameters())
 
 
+def dual(net: Net, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        tangent = forward_ad.unpack_dual(net.a(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+        assert tangent is not None
+        return tangent.clone()
+
+
 def broadcast(net: Net, x: Tensor) -> Tensor:
     net.a.bias = nn.Parameter(torch.ones(1))
     return net.a(x)
+
+
+def counted_flops(net: Net, x: Tensor) -> Tensor:
+    with FlopCounterMode(display=False) as counter:
+        net.a(x)
+    return torch.tensor([float(counter.get_total_flops())])
 
 
 def raised(net: Net, _: Tensor) -> str:
@@ -183,8 +198,15 @@ def raised(net: Net, _: Tensor) -> str:
     return texts
 
 
+def seen_by_a_hook(net: Net, x: Tensor) -> bool:
+    seen: list[Tensor] = []
+    net.a.register_forward_hook(lambda _, args, __: seen.append(args[0]))
+    net(x)
+    return seen[0] is x
+
+
 LEFT: list[Callable[[Net, Tensor], Any]] = [
-    *(broadcast, raised),
+    *(dual, broadcast, counted_flops, raised, seen_by_a_hook),
     lambda net, x: net.a(x.flatten(0, 1).to_sparse()),
     lambda net, x: cast("Callable[[Tensor], Tensor]", torch.jit.trace(net.a, (x,)))(x),
 ]
@@ -194,7 +216,7 @@ LEFT: list[Callable[[Net, Tensor], Any]] = [
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("act", LEFT)
 def test_what_only_torch_does_is_left_to_torch(act: Callable[[Net, Tensor], Any]):
-    """Sparse inputs, tracing, broadcast biases, errors."""
+    """Sparse inputs, forward-mode derivatives, tracing, broadcast biases, counting, errors."""
     nets = net_of().float(), directly(net_of().float(), alone())
     plain, found = (act(net, rows(0, 0).float()) for net in nets)
     if isinstance(plain, Tensor):
